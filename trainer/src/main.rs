@@ -1,0 +1,2 @@
+//! The trainer.
+fn main() {}
