@@ -26,6 +26,7 @@
 pub mod checked;
 pub mod cpu;
 pub mod dims;
+pub mod embedding;
 pub mod error;
 pub mod fields;
 pub mod linear;
