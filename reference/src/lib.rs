@@ -29,6 +29,7 @@ pub mod dims;
 pub mod embedding;
 pub mod error;
 pub mod fields;
+pub mod l2_norm;
 pub mod linear;
 pub mod matmul;
 pub mod rms_norm;
