@@ -29,6 +29,7 @@ pub mod dims;
 pub mod embedding;
 pub mod error;
 pub mod fields;
+pub mod gated_rms_norm;
 pub mod l2_norm;
 pub mod linear;
 pub mod matmul;

@@ -15,7 +15,7 @@
 //! `plus` makes the sum of the gradients of a tensor with several readers part of the product (a GEMM with beta = 1), so
 //! no operation has to add tensors. Weights are stored `[in, out]`. Every leading axis counts as rows: `[.., I]`.
 
-use ndarray::{Array1, Array2, ArrayView2, Axis, s};
+use ndarray::{Array1, ArrayView2, Axis, s};
 
 use crate::checked::Checked;
 use crate::cpu::{Reference, Tensor, full_precision};
@@ -235,7 +235,7 @@ fn sum_of_rows<T: Scalar>(rows: ArrayView2<'_, T>) -> Array1<T> {
 mod tests {
     use super::*;
     use crate::tensor::DType;
-    use ndarray::array;
+    use ndarray::{Array2, array};
 
     const CONFIG: Config = Config { precision: Precision::Full };
 
