@@ -35,6 +35,7 @@ pub mod linear;
 pub mod matmul;
 pub mod rms_norm;
 pub mod scalar;
+pub mod short_conv;
 pub mod tensor;
 
 pub use checked::Checked;
