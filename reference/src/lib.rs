@@ -25,6 +25,7 @@
 
 pub mod checked;
 pub mod cpu;
+pub mod decay_gate;
 pub mod dims;
 pub mod embedding;
 pub mod error;
