@@ -25,12 +25,18 @@
 
 pub mod checked;
 pub mod cpu;
+pub mod decay_gate;
 pub mod dims;
+pub mod embedding;
 pub mod error;
 pub mod fields;
+pub mod gated_rms_norm;
+pub mod l2_norm;
+pub mod linear;
 pub mod matmul;
 pub mod rms_norm;
 pub mod scalar;
+pub mod short_conv;
 pub mod tensor;
 
 pub use checked::Checked;
