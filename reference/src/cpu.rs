@@ -144,6 +144,15 @@ impl<T: Scalar> Reference<T> {
         }
     }
 
+    /// Reads the real number that a `[1]` tensor holds.
+    pub fn read_one(&self, op: &'static str, arg: &'static str, tensor: &Tensor<T>) -> Result<T> {
+        let values = self.read(op, arg, tensor)?;
+        match (tensor.shape(), values.slice()) {
+            ([1], &[x]) => Ok(x),
+            (shape, _) => Err(Error::Shape { op, arg, expected: "[1]".to_owned(), got: shape.to_vec() }),
+        }
+    }
+
     /// Reads a tensor of ids (`u8` or `u32`).
     pub fn read_ids(&self, op: &'static str, arg: &'static str, tensor: &Tensor<T>) -> Result<Vec<u32>> {
         self.check_life(op, arg, tensor)?;

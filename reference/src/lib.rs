@@ -25,6 +25,7 @@
 
 pub mod checked;
 pub mod cpu;
+pub mod cross_entropy;
 pub mod dims;
 pub mod error;
 pub mod fields;
