@@ -23,6 +23,7 @@
 //! accumulate (`+=`) into tensors the caller owns, gradients of activations are returned; B = 0 and T = 0 give empty
 //! results, a head or width of zero is an error; this crate knows no GPU, no random generator and no clock.
 
+pub mod adamw;
 pub mod checked;
 pub mod cpu;
 pub mod cross_entropy;
@@ -30,7 +31,10 @@ pub mod dims;
 pub mod error;
 pub mod fields;
 pub mod matmul;
+pub mod record;
+pub mod retract;
 pub mod rms_norm;
+pub mod sanitise;
 pub mod scalar;
 pub mod tensor;
 
