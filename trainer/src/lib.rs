@@ -4,8 +4,12 @@
 //! `checkpoint` makes a stop harmless, and `anchors` says what the resulting number is worth.
 
 pub mod anchors;
+pub mod checkpoint;
 pub mod config;
 pub mod data;
 pub mod exit;
+pub mod host;
+pub mod progress;
 pub mod rng;
 pub mod schedule;
+pub mod signals;
