@@ -29,6 +29,7 @@ pub mod dims;
 pub mod error;
 pub mod fields;
 pub mod matmul;
+pub mod residual;
 pub mod rms_norm;
 pub mod scalar;
 pub mod tensor;
