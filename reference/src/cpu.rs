@@ -9,7 +9,7 @@ use ndarray::{Array, ArrayD, ArrayView, ArrayView1, ArrayView2, ArrayViewD, Arra
 
 use crate::error::{Error, Result};
 use crate::scalar::Scalar;
-use crate::tensor::{DType, StepKey, Tensors};
+use crate::tensor::{DType, Precision, StepKey, Tensors};
 
 /// The reference backend over one scalar type.
 ///
@@ -126,6 +126,19 @@ pub fn rows_and_width(shape: &[usize]) -> (usize, usize) {
     match shape.split_last() {
         Some((&width, leading)) => (leading.iter().product(), width),
         None => (1, 1),
+    }
+}
+
+/// Refuses a precision that this backend does not have: it computes in its storage type and never rounds operands.
+pub(crate) fn full_precision(op: &'static str, precision: Precision) -> Result<()> {
+    match precision {
+        Precision::Full => Ok(()),
+        other => Err(Error::Config {
+            op,
+            field: "precision",
+            expected: "Full, since the reference computes in its storage type only".to_owned(),
+            got: format!("{other:?}"),
+        }),
     }
 }
 

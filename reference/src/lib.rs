@@ -32,6 +32,7 @@ pub mod matmul;
 pub mod residual;
 pub mod rms_norm;
 pub mod scalar;
+pub mod spectral;
 pub mod tensor;
 
 pub use checked::Checked;
