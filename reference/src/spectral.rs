@@ -306,12 +306,15 @@ mod tests {
         let b = Reference::<f64>::new();
         let x = b.persistent(&[0, 4, 2], DType::F64).unwrap();
         let (u, s, v) = (zeros(&b, &[2, 1]), zeros(&b, &[1]), zeros(&b, &[3, 1]));
-        let params = Params { u: &u, s: &s, v: &v };
-        let (out, saved) = b.forward(&CONFIG, Inputs { x: &x }, params.clone()).unwrap();
+        let (out, saved) = b.forward(&CONFIG, Inputs { x: &x }, Params { u: &u, s: &s, v: &v }).unwrap();
         assert_eq!(out.y.shape(), [0, 4, 3]);
-        let grads = b.backward(&CONFIG, &saved, Outputs { y: &out.y }, None, params).unwrap();
+        let (du, ds, dv) = (zeros(&b, &[2, 1]), zeros(&b, &[1]), zeros(&b, &[3, 1]));
+        let into = Params { u: &du, s: &ds, v: &dv };
+        let grads = b.backward(&CONFIG, &saved, Outputs { y: &out.y }, None, into).unwrap();
         assert_eq!(grads.dx.shape(), [0, 4, 2]);
-        assert_eq!(b.download(&u).unwrap(), ArrayD::<f64>::zeros(IxDyn(&[2, 1])));
+        for (gradient, shape) in [(du, vec![2, 1]), (ds, vec![1]), (dv, vec![3, 1])] {
+            assert_eq!(b.download(&gradient).unwrap(), ArrayD::zeros(IxDyn(&shape)));
+        }
     }
 
     #[test]
