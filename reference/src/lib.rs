@@ -26,8 +26,8 @@
 pub mod adamw;
 pub mod checked;
 pub mod cpu;
-pub mod decay_gate;
 pub mod cross_entropy;
+pub mod decay_gate;
 pub mod dims;
 pub mod embedding;
 pub mod error;
@@ -37,11 +37,13 @@ pub mod l2_norm;
 pub mod linear;
 pub mod matmul;
 pub mod record;
+pub mod residual;
 pub mod retract;
 pub mod rms_norm;
 pub mod sanitise;
 pub mod scalar;
 pub mod short_conv;
+pub mod spectral;
 pub mod tensor;
 
 pub use checked::Checked;

@@ -1,7 +1,7 @@
 //! `sanitise`: one pass over the flat gradient buffer that decides whether and how the optimiser moves.
 //!
 //! ```text
-//! nonfinite = number of NaN and infinite elements of grads, plus one if the loss is
+//! nonfinite = number of NaN and infinite elements of grads, plus that of losses
 //! norm      = (sum over the clip ranges of g^2)^(1/2)            over finite elements
 //! scale     = min(1, max_norm / norm)                            (1 without max_norm)
 //! apply     = 1 if nonfinite = 0 and the latch is open, else 0
@@ -76,7 +76,7 @@ fields! {
 /// The operation on a backend.
 ///
 /// # Errors
-/// `Shape` if `grads` is not `[P]`, `loss` not `[1]` or `counters` not `[4]`; `Storage` if `counters` are not `u32`;
+/// `Shape` if `grads` is not `[P]`, `losses` not `[L]` or `counters` not `[4]`; `Storage` if `counters` are not `u32`;
 /// `NotPersistent` if they are scratch; `Config` if a clip range leaves the buffer or overlaps another, or if
 /// `max_norm` is not greater than zero.
 pub trait Sanitise: Tensors {
@@ -85,7 +85,7 @@ pub trait Sanitise: Tensors {
         &self,
         config: &Config,
         grads: &Self::Tensor,
-        loss: &Self::Tensor,
+        losses: &Self::Tensor,
         counters: &Self::Tensor,
     ) -> Result<Outputs<Self::Tensor>>;
 }
@@ -95,7 +95,7 @@ impl<T: Scalar> Sanitise for Reference<T> {
         &self,
         config: &Config,
         grads: &Tensor<T>,
-        loss: &Tensor<T>,
+        losses: &Tensor<T>,
         counters: &Tensor<T>,
     ) -> Result<Outputs<Tensor<T>>> {
         const OP: &str = "sanitise::update";
@@ -110,9 +110,10 @@ impl<T: Scalar> Sanitise for Reference<T> {
                 got: counters.shape().into(),
             });
         }
-        let loss = self.read_one(OP, "loss", loss)?;
+        dims.bind("losses", losses.shape(), &["L"])?;
+        let losses = self.read(OP, "losses", losses)?;
         let (norm, mut nonfinite) = measure(self.read(OP, "grads", grads)?.slice(), &config.clip);
-        nonfinite += u64::from(!loss.is_finite());
+        nonfinite += losses.slice().iter().filter(|loss| !loss.is_finite()).count() as u64;
         let scale = config.max_norm.map_or(1.0, |max_norm| if norm > max_norm { max_norm / norm } else { 1.0 });
         let apply = self.update_u32(OP, "counters", counters, |counters| {
             let [updates, skipped_total, skipped_in_window, latched] = counters else {
@@ -143,10 +144,10 @@ impl<B: Sanitise> Sanitise for Checked<B> {
         &self,
         config: &Config,
         grads: &B::Tensor,
-        loss: &B::Tensor,
+        losses: &B::Tensor,
         counters: &B::Tensor,
     ) -> Result<Outputs<B::Tensor>> {
-        self.0.update(config, grads, loss, counters)
+        self.0.update(config, grads, losses, counters)
     }
 }
 
@@ -365,7 +366,7 @@ mod tests {
         let scalar = b.constant(arr0(0.0).into_dyn());
         assert_eq!(
             Sanitise::update(&b, &clip, &grads, &scalar, &counters).unwrap_err().to_string(),
-            "sanitise::update: `loss` is [], expected [1]"
+            "sanitise::update: `losses` is [], expected [L]"
         );
         assert_eq!(
             Sanitise::update(&b, &clip, &scalar, &loss, &counters).unwrap_err().to_string(),
