@@ -23,10 +23,13 @@
 //! accumulate (`+=`) into tensors the caller owns, gradients of activations are returned; B = 0 and T = 0 give empty
 //! results, a head or width of zero is an error; this crate knows no GPU, no random generator and no clock.
 
+pub mod blend;
 pub mod checked;
+pub mod controller;
 pub mod cpu;
 pub mod dims;
 pub mod error;
+pub mod expert;
 pub mod fields;
 pub mod matmul;
 pub mod residual;
