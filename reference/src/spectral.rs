@@ -147,11 +147,13 @@ impl<T: Scalar> Spectral for Reference<T> {
         dims.bind("u", into.u.shape(), &["I", "R"])?;
         dims.bind("s", into.s.shape(), &["R"])?;
         dims.bind("v", into.v.shape(), &["O", "R"])?;
-        let mut dx = Array2::zeros((dims.get("N"), dims.get("I")));
-        if let Some(plus) = plus {
-            dims.bind_rows("plus", plus.shape(), "N", &["I"])?;
-            dx.assign(&self.read(OP, "plus", plus)?.rows());
-        }
+        let mut dx = match plus {
+            Some(plus) => {
+                dims.bind_rows("plus", plus.shape(), "N", &["I"])?;
+                self.read(OP, "plus", plus)?.rows().to_owned()
+            }
+            None => Array2::zeros((dims.get("N"), dims.get("I"))),
+        };
         let x = self.read(OP, "x", &saved.x)?;
         let dy = self.read(OP, "y", upstream.y)?;
         let values = saved.params.as_ref().try_map(|arg, p| self.read(OP, arg, p))?;
@@ -337,7 +339,7 @@ mod tests {
         );
         assert_eq!(
             refused(&[5, 4], &[4, 2], &[2], &[2, 6]),
-            "spectral::forward: `v` is [2, 6], expected [O, R] = [any, 2] (R from `u`)"
+            "spectral::forward: `v` is [2, 6], expected [O, R] = [2, 2] (R from `u`)"
         );
         assert_eq!(refused(&[5, 0], &[0, 2], &[2], &[6, 2]), "spectral::forward: `x` is [0], expected I >= 1");
         assert_eq!(refused(&[5, 4], &[4, 0], &[0], &[6, 0]), "spectral::forward: `u` is [0], expected R >= 1");
