@@ -4,6 +4,9 @@ use dormouse_reference::{Dual, Reference};
 
 use crate::description::OperationOn;
 
+pub mod embedding;
+pub mod l2_norm;
+pub mod linear;
 pub mod rms_norm;
 
 /// Something to do with every operation's description.
@@ -16,5 +19,8 @@ pub trait Visitor {
 
 /// Walks all operations.
 pub fn visit_all(visitor: &mut impl Visitor) {
+    visitor.visit::<embedding::EmbeddingOp>();
+    visitor.visit::<l2_norm::L2NormOp>();
+    visitor.visit::<linear::LinearOp>();
     visitor.visit::<rms_norm::RmsNormOp>();
 }
