@@ -4,6 +4,7 @@ use dormouse_reference::{Dual, Reference};
 
 use crate::description::OperationOn;
 
+pub mod cross_entropy;
 pub mod rms_norm;
 
 /// Something to do with every operation's description.
@@ -16,5 +17,6 @@ pub trait Visitor {
 
 /// Walks all operations.
 pub fn visit_all(visitor: &mut impl Visitor) {
+    visitor.visit::<cross_entropy::CrossEntropyOp>();
     visitor.visit::<rms_norm::RmsNormOp>();
 }
