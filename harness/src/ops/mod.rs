@@ -7,6 +7,7 @@ use crate::description::OperationOn;
 pub mod embedding;
 pub mod l2_norm;
 pub mod linear;
+pub mod cross_entropy;
 pub mod rms_norm;
 
 /// Something to do with every operation's description.
@@ -22,5 +23,6 @@ pub fn visit_all(visitor: &mut impl Visitor) {
     visitor.visit::<embedding::EmbeddingOp>();
     visitor.visit::<l2_norm::L2NormOp>();
     visitor.visit::<linear::LinearOp>();
+    visitor.visit::<cross_entropy::CrossEntropyOp>();
     visitor.visit::<rms_norm::RmsNormOp>();
 }
