@@ -11,5 +11,7 @@ pub mod exit;
 pub mod host;
 pub mod progress;
 pub mod rng;
+pub mod run;
 pub mod schedule;
 pub mod signals;
+pub mod train;
