@@ -9,6 +9,8 @@ pub mod config;
 pub mod data;
 pub mod exit;
 pub mod host;
+pub mod learner;
+pub mod model;
 pub mod progress;
 pub mod rng;
 pub mod run;
