@@ -28,6 +28,7 @@ pub mod cpu;
 pub mod dims;
 pub mod error;
 pub mod fields;
+pub mod kda;
 pub mod matmul;
 pub mod rms_norm;
 pub mod scalar;
