@@ -9,7 +9,7 @@ use ndarray::{Array, ArrayD, ArrayView, ArrayView1, ArrayView2, ArrayViewD, Arra
 
 use crate::error::{Error, Result};
 use crate::scalar::Scalar;
-use crate::tensor::{DType, StepKey, Tensors};
+use crate::tensor::{DType, Precision, StepKey, Tensors};
 
 /// The reference backend over one scalar type.
 ///
@@ -80,6 +80,11 @@ impl<T> Tensor<T> {
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
+
+    /// Whether both are handles to one allocation, even to different parts of it.
+    pub fn shares_allocation(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.buffer, &other.buffer)
+    }
 }
 
 /// Read access to a tensor of real numbers for as long as the guard lives.
@@ -129,6 +134,20 @@ pub fn rows_and_width(shape: &[usize]) -> (usize, usize) {
     }
 }
 
+/// Refuses every [`Precision`] but `Full`: the reference says what the exact result is, so it never rounds operands.
+pub(crate) fn full_precision(op: &'static str, precision: Precision) -> Result<()> {
+    match precision {
+        Precision::Full => Ok(()),
+        other => Err(Error::Config {
+            op,
+            field: "precision",
+            expected: "Full on the reference, which never rounds operands; use a device backend for the others"
+                .to_owned(),
+            got: format!("{other:?}"),
+        }),
+    }
+}
+
 impl<T: Scalar> Reference<T> {
     /// A fresh backend.
     pub fn new() -> Self {
@@ -141,6 +160,24 @@ impl<T: Scalar> Reference<T> {
         match &*tensor.buffer {
             Buffer::Float(cell) => Ok(Values { guard: lock(cell), start: tensor.start, shape: &tensor.shape }),
             _ => Err(self.wrong_storage(op, arg, T::DTYPE.to_string(), tensor)),
+        }
+    }
+
+    /// Reads the real number that a `[1]` tensor holds.
+    pub fn read_one(&self, op: &'static str, arg: &'static str, tensor: &Tensor<T>) -> Result<T> {
+        let values = self.read(op, arg, tensor)?;
+        match (tensor.shape(), values.slice()) {
+            ([1], &[x]) => Ok(x),
+            (shape, _) => Err(Error::Shape { op, arg, expected: "[1]".to_owned(), got: shape.to_vec() }),
+        }
+    }
+
+    /// Reads the whole number that a `[1]` tensor of `u32` or `u8` holds.
+    pub fn read_one_id(&self, op: &'static str, arg: &'static str, tensor: &Tensor<T>) -> Result<u32> {
+        let ids = self.read_ids(op, arg, tensor)?;
+        match (tensor.shape(), &ids[..]) {
+            ([1], &[id]) => Ok(id),
+            (shape, _) => Err(Error::Shape { op, arg, expected: "[1]".to_owned(), got: shape.to_vec() }),
         }
     }
 

@@ -4,7 +4,7 @@
 //! so the result has the same bits on one core and on sixty-four.
 
 use ndarray::linalg::general_mat_mul;
-use ndarray::{Array1, Array2, ArrayView2, ArrayViewMut2, Axis};
+use ndarray::{Array1, Array2, ArrayView1, ArrayView2, ArrayViewMut2, Axis};
 use rayon::prelude::*;
 
 use crate::scalar::Scalar;
@@ -42,6 +42,13 @@ pub fn matmul_into<T: Scalar>(
         .into_par_iter()
         .zip(a.axis_chunks_iter(Axis(0), block).into_par_iter())
         .for_each(|(mut c, a)| general_mat_mul(alpha, &a, &b, beta, &mut c));
+}
+
+/// The inner product of two rows.
+///
+/// ndarray keeps eight running sums for contiguous rows, so it vectorises, where a plain loop would wait for each sum.
+pub fn dot<T: Scalar>(a: &[T], b: &[T]) -> T {
+    ArrayView1::from(a).dot(&ArrayView1::from(b))
 }
 
 /// Sums `f(block of rows)` over fixed blocks of rows, in order: how a parameter's gradient is reduced over tokens.

@@ -60,6 +60,13 @@ pub trait Scalar:
             Self::one() / (Self::one() + (-self).exp())
         }
     }
+    /// The logistic functions of `self` and of `-self` from one exponential, each accurate in its own tail.
+    fn sigmoids(self) -> (Self, Self) {
+        let e = (-self.abs()).exp();
+        let near_one = Self::one() / (Self::one() + e);
+        let near_zero = e * near_one;
+        if self < Self::zero() { (near_zero, near_one) } else { (near_one, near_zero) }
+    }
     /// ln(1 + e^x), without overflow.
     fn softplus(self) -> Self {
         let positive = if self > Self::zero() { self } else { Self::zero() };
@@ -304,6 +311,11 @@ mod tests {
     fn sigmoid_keeps_its_tail_and_its_derivative() {
         let x = 17.0f32;
         assert_relative_eq!(x.sigmoid() * (-x).sigmoid(), 4.139_937e-8, max_relative = 1e-5);
+        for x in [-80.0, -17.0, -0.3, 0.0, 0.3, 17.0, 80.0f32] {
+            let (open, closed) = x.sigmoids();
+            assert_relative_eq!(open, x.sigmoid(), epsilon = 0.0, max_relative = 2.0 * f32::EPSILON);
+            assert_relative_eq!(closed, (-x).sigmoid(), epsilon = 0.0, max_relative = 2.0 * f32::EPSILON);
+        }
         assert_eq!(Scalar::sigmoid(-1000.0f32), 0.0);
         assert_eq!(Scalar::sigmoid(1000.0f32), 1.0);
         assert_eq!(Scalar::softplus(1000.0f32), 1000.0);

@@ -1,0 +1,280 @@
+//! The comparator: decides whether one tensor equals another, and says where it does not.
+//!
+//! Every other gate rests on it, so its rules are few. Shapes are compared first. A non-finite element fails unless
+//! both sides hold the same infinity. Then four measures, each against its own bound from one tolerance `tol`:
+//!
+//! | measure | definition | bound |
+//! |---|---|---|
+//! | rms | rms(got - want) / rms(want) | tol |
+//! | token | worst over rows (last axis) of rms(row error) / rms(want) | 10 tol |
+//! | element | worst of abs(got - want) / max abs(want) | 10 tol |
+//! | slope | abs(<got, want> / <want, want> - 1) | `slope` of the tolerance |
+//!
+//! A row that is wrong hides in the global rms of a long tensor, which is what `token` is for; a tensor that is scaled
+//! by 1.01 hides inside a bf16 band, which is what `slope` is for. Where `want` is all zero, so must `got` be, within
+//! `floor`.
+
+use std::fmt;
+
+use ndarray::{ArrayViewD, Axis, Dimension};
+
+/// How far two tensors may be apart, and why.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Tolerance {
+    /// Bound of the relative rms; the worst token and element may reach ten times as much.
+    pub tol: f64,
+    /// Bound of the slope.
+    pub slope: f64,
+    /// Magnitude below which a tensor counts as zero.
+    pub floor: f64,
+    /// Where the number comes from.
+    pub why: &'static str,
+}
+
+impl Tolerance {
+    /// A tolerance whose slope bound equals its rms bound: right wherever rounding is unbiased and small.
+    pub const fn new(tol: f64, why: &'static str) -> Self {
+        Self { tol, slope: tol, floor: 0.0, why }
+    }
+
+    /// The same tolerance with a magnitude below which a tensor counts as zero.
+    pub const fn floor(self, floor: f64) -> Self {
+        Self { floor, ..self }
+    }
+}
+
+/// The widest tolerance the comparator accepts: beyond it a comparison says nothing.
+pub const WIDEST: f64 = 0.05;
+
+/// The outcome of one comparison.
+#[derive(Clone, Debug, PartialEq)]
+#[must_use = "a comparison that nobody reads cannot fail"]
+pub struct Comparison {
+    /// Worst measure over its bound: 1 is the edge. Infinite for NaN and wrong shapes.
+    pub worst: f64,
+    /// What is wrong, where it is, in one line. Empty when nothing is.
+    pub message: String,
+}
+
+impl Comparison {
+    /// Whether every measure is inside its bound. NaN is not.
+    pub fn passes(&self) -> bool {
+        self.worst <= 1.0
+    }
+
+    fn fail(message: String) -> Self {
+        Self { worst: f64::INFINITY, message }
+    }
+}
+
+impl fmt::Display for Comparison {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:.2e} of tolerance{}{}", self.worst, if self.message.is_empty() { "" } else { ": " }, self.message)
+    }
+}
+
+/// Compares `got` with `want`.
+pub fn compare(name: &str, got: ArrayViewD<'_, f64>, want: ArrayViewD<'_, f64>, tolerance: &Tolerance) -> Comparison {
+    if got.shape() != want.shape() {
+        return Comparison::fail(format!("`{name}` has shape {:?}, expected {:?}", got.shape(), want.shape()));
+    }
+    if !(tolerance.tol >= 0.0 && tolerance.tol <= WIDEST && tolerance.slope <= WIDEST) {
+        return Comparison::fail(format!(
+            "`{name}` is compared with tolerance {:e} (slope {:e}), wider than the comparator accepts ({WIDEST:e})",
+            tolerance.tol, tolerance.slope
+        ));
+    }
+    for ((index, &g), &w) in got.indexed_iter().zip(&want) {
+        if !(g.is_finite() && w.is_finite()) && g != w {
+            return Comparison::fail(format!("`{name}`{:?} is {g}, expected {w}", index.as_array_view().to_vec()));
+        }
+    }
+    // Equal infinities have been accepted; they carry no error and no scale.
+    let pairs = || got.iter().zip(&want).filter(|(g, _)| g.is_finite());
+    let largest = pairs().map(|(_, w)| w.abs()).fold(0.0, f64::max);
+    let count = pairs().count().max(1) as f64;
+    if largest <= tolerance.floor {
+        return zero_expected(name, &got, &want, tolerance.floor);
+    }
+    // Dividing by the largest magnitude first keeps squares inside the range of f64.
+    let square = pairs().map(|(_, w)| (w / largest) * (w / largest)).sum::<f64>();
+    let rms = (square / count).sqrt();
+    let error_rms = (pairs().map(|(g, w)| ((g - w) / largest).powi(2)).sum::<f64>() / count).sqrt();
+    let projection = pairs().map(|(g, w)| (g / largest) * (w / largest)).sum::<f64>();
+    let slope = (projection / square - 1.0).abs();
+    let (token_error, token) = worst_token(&got, &want, largest);
+    let (index, element_error) = worst_element(&got, &want);
+    let measures = [
+        ("rms", error_rms / rms, tolerance.tol),
+        ("token", token_error / rms, 10.0 * tolerance.tol),
+        ("element", element_error / largest, 10.0 * tolerance.tol),
+        ("slope", slope, tolerance.slope),
+    ];
+    let (measure, value, bound) =
+        measures.into_iter().max_by(|a, b| over(a.1, a.2).total_cmp(&over(b.1, b.2))).expect("there are four measures");
+    let worst = over(value, bound);
+    let message = if worst <= 1.0 {
+        String::new()
+    } else {
+        format!(
+            "`{name}` {measure} {value:.3e} over {bound:.3e}; worst element {index:?} is {:e}, expected {:e}; \
+             worst token {token}; rms {:.3e}, slope {slope:.3e}",
+            got[ndarray::IxDyn(&index)],
+            want[ndarray::IxDyn(&index)],
+            error_rms / rms
+        )
+    };
+    Comparison { worst, message }
+}
+
+/// Whether two tensors have the same bits (so that -0.0 differs from 0.0 and a NaN equals itself).
+pub fn same_bits(name: &str, got: ArrayViewD<'_, f64>, want: ArrayViewD<'_, f64>) -> Comparison {
+    if got.shape() != want.shape() {
+        return Comparison::fail(format!("`{name}` has shape {:?}, expected {:?}", got.shape(), want.shape()));
+    }
+    match got.indexed_iter().zip(&want).find(|((_, g), w)| g.to_bits() != w.to_bits()) {
+        Some(((index, g), w)) => Comparison::fail(format!(
+            "`{name}`{:?} is {g:e}, expected the same bits as {w:e}",
+            index.as_array_view().to_vec()
+        )),
+        None => Comparison { worst: 0.0, message: String::new() },
+    }
+}
+
+/// A measure over its bound; an error of zero is zero even against a bound of zero.
+fn over(value: f64, bound: f64) -> f64 {
+    if value == 0.0 { 0.0 } else { value / bound }
+}
+
+fn zero_expected(name: &str, got: &ArrayViewD<'_, f64>, want: &ArrayViewD<'_, f64>, floor: f64) -> Comparison {
+    let (index, error) = worst_element(got, want);
+    let worst = over(error, floor);
+    let message = if worst <= 1.0 {
+        String::new()
+    } else {
+        format!("`{name}`{index:?} is {:e}, expected zero (within {floor:e})", got[ndarray::IxDyn(&index)])
+    };
+    Comparison { worst, message }
+}
+
+/// The largest rms of one row's error (in units of `scale`), and which row.
+fn worst_token(got: &ArrayViewD<'_, f64>, want: &ArrayViewD<'_, f64>, scale: f64) -> (f64, usize) {
+    let mut worst = (0.0, 0);
+    if got.ndim() == 0 || got.is_empty() {
+        return worst;
+    }
+    let last = Axis(got.ndim() - 1);
+    for (row, (g, w)) in got.lanes(last).into_iter().zip(want.lanes(last)).enumerate() {
+        let sum: f64 = g.iter().zip(&w).filter(|(g, _)| g.is_finite()).map(|(g, w)| ((g - w) / scale).powi(2)).sum();
+        let rms = (sum / g.len() as f64).sqrt();
+        if rms > worst.0 {
+            worst = (rms, row);
+        }
+    }
+    worst
+}
+
+fn worst_element(got: &ArrayViewD<'_, f64>, want: &ArrayViewD<'_, f64>) -> (Vec<usize>, f64) {
+    let mut worst = (vec![0; got.ndim()], 0.0);
+    for ((index, &g), &w) in got.indexed_iter().zip(want) {
+        if g.is_finite() && (g - w).abs() > worst.1 {
+            worst = (index.as_array_view().to_vec(), (g - w).abs());
+        }
+    }
+    worst
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ndarray::{Array, Array2, ArrayD, IxDyn, array};
+
+    const TIGHT: Tolerance = Tolerance::new(1e-3, "a test");
+
+    fn sample() -> ArrayD<f64> {
+        Array::from_shape_fn(IxDyn(&[50, 8]), |i| ((i[0] * 13 + i[1] * 7) % 17) as f64 - 8.2)
+    }
+
+    #[test]
+    fn equal_tensors_pass_with_no_error() {
+        let x = sample();
+        let c = compare("x", x.view(), x.view(), &TIGHT);
+        assert!(c.passes());
+        assert_eq!(c.worst, 0.0);
+    }
+
+    /// Every kind of fault a gate must see, each planted in an otherwise equal tensor.
+    #[test]
+    fn each_planted_fault_is_red() {
+        let want = sample();
+        let plant = |f: &dyn Fn(&mut ArrayD<f64>)| {
+            let mut got = want.clone();
+            f(&mut got);
+            compare("x", got.view(), want.view(), &TIGHT)
+        };
+        assert!(!plant(&|x| x[[3, 2]] = f64::NAN).passes());
+        assert!(!plant(&|x| x[[3, 2]] = f64::INFINITY).passes());
+        assert!(!plant(&|x| *x *= 1.002).passes(), "slope");
+        assert!(!plant(&|x| x.fill(0.0)).passes());
+        assert!(!plant(&|x| x[[49, 7]] += 0.5).passes(), "one element");
+        assert!(!plant(&|x| x.index_axis_mut(Axis(0), 49).fill(0.0)).passes(), "an unwritten tail");
+        assert!(!plant(&|x| *x *= -1.0).passes());
+        assert!(!compare("x", want.view(), want.view().permuted_axes(IxDyn(&[1, 0])), &TIGHT).passes(), "shape");
+    }
+
+    #[test]
+    fn nan_on_both_sides_is_red_and_equal_infinities_are_not() {
+        let nan = array![1.0, f64::NAN].into_dyn();
+        assert!(!compare("x", nan.view(), nan.view(), &TIGHT).passes());
+        let inf = array![1.0, f64::NEG_INFINITY].into_dyn();
+        assert!(compare("x", inf.view(), inf.view(), &TIGHT).passes());
+    }
+
+    #[test]
+    fn one_bad_row_in_a_long_tensor_is_red_by_its_token() {
+        // One row of 16 384 wrong by its whole size is 0.8 percent of the global rms, inside a bf16 band of 2 percent.
+        let want = Array2::from_shape_fn((16_384, 4), |(i, j)| ((i * 5 + j) % 7) as f64 - 3.0).into_dyn();
+        let mut got = want.clone();
+        got.index_axis_mut(Axis(0), 9_000).fill(0.0);
+        let c = compare("dk", got.view(), want.view(), &Tolerance { slope: 0.02, ..Tolerance::new(0.02, "bf16") });
+        assert!(!c.passes());
+        assert!(c.message.contains("token") && c.message.contains("[9000"), "{}", c.message);
+    }
+
+    #[test]
+    fn a_zero_tensor_wants_zero() {
+        let zero = ArrayD::zeros(IxDyn(&[3]));
+        assert!(compare("x", zero.view(), zero.view(), &TIGHT).passes());
+        let tiny = array![0.0, 1e-20, 0.0].into_dyn();
+        assert!(!compare("x", tiny.view(), zero.view(), &TIGHT).passes());
+        assert!(compare("x", tiny.view(), zero.view(), &TIGHT.floor(1e-18)).passes());
+        assert!(!compare("x", array![0.0, f64::NAN, 0.0].into_dyn().view(), zero.view(), &TIGHT.floor(1.0)).passes());
+    }
+
+    #[test]
+    fn too_wide_a_tolerance_is_refused() {
+        let x = sample();
+        assert!(!compare("x", x.view(), x.view(), &Tolerance::new(0.1, "too wide")).passes());
+        assert!(!compare("x", x.view(), x.view(), &Tolerance::new(f64::NAN, "not a number")).passes());
+    }
+
+    #[test]
+    fn squares_stay_inside_the_range() {
+        let want = array![1e200, -2e200].into_dyn();
+        assert!(compare("x", want.view(), want.view(), &TIGHT).passes());
+        assert!(!compare("x", (&want * 1.01).view(), want.view(), &TIGHT).passes());
+    }
+
+    #[test]
+    fn bits_tell_zeros_apart() {
+        let plus = array![0.0].into_dyn();
+        let minus = array![-0.0].into_dyn();
+        assert!(!same_bits("x", plus.view(), minus.view()).passes());
+        assert!(same_bits("x", plus.view(), plus.view()).passes());
+    }
+
+    #[test]
+    fn a_comparison_of_nan_measures_does_not_pass() {
+        assert!(!Comparison { worst: f64::NAN, message: String::new() }.passes());
+    }
+}

@@ -1,0 +1,131 @@
+//! Gate `meta`: laws that need no second implementation.
+
+use ndarray::{ArrayD, Axis, Slice};
+use rand::RngExt;
+use rand_chacha::ChaCha8Rng;
+
+use super::{Context, Outcome, Tally, full_run, over_cases, passed, text};
+use crate::compare::same_bits;
+use crate::description::{Case, Gate, Law, Operation, Role};
+use crate::named::Values;
+use crate::runner::Runner;
+
+/// Runs every law on every case.
+pub fn gate<O: Operation>(runner: &dyn Runner<O>, context: &Context) -> Outcome {
+    let laws = O::laws();
+    if laws.is_empty() {
+        return Outcome::not_applicable("the operation states no law");
+    }
+    let tally: Tally = over_cases::<O>(Gate::Meta, context, |case, rng| {
+        let mut worst = 0.0f64;
+        for law in &laws {
+            let result = match law {
+                Law::Independent(axis) => {
+                    independent(runner, case, axis, rng).map_err(|e| format!("slices of {axis}: {e}"))
+                }
+                Law::Causal(axis) => {
+                    causal(runner, case, axis, rng).map_err(|e| format!("causality along {axis}: {e}"))
+                }
+                Law::Custom { name, check } => check(runner, case, rng).map_err(|e| format!("{name}: {e}")),
+            };
+            let error = result?;
+            if error.is_nan() || error > 1.0 {
+                let name = if let Law::Custom { name, .. } = law { name } else { "law" };
+                return Err(format!("{name}: {error:.3e} of tolerance"));
+            }
+            worst = worst.max(error);
+        }
+        Ok(worst)
+    });
+    tally.outcome(O::STEM, Gate::Meta, context)
+}
+
+/// Where `axis` is in each tensor of `values`.
+fn axis_of<O: Operation>(name: &str, axis: &str) -> Option<usize> {
+    O::spec(name).axis(axis)
+}
+
+fn slice<O: Operation>(values: &Values, axis: &str, range: std::ops::Range<usize>) -> Values {
+    values.map(|name, array| match axis_of::<O>(name, axis) {
+        Some(at) => array.slice_axis(Axis(at), Slice::from(range.clone())).to_owned(),
+        None => array.clone(),
+    })
+}
+
+/// Slice i of a run equals the run of slice i, bit for bit.
+fn independent<O: Operation>(
+    runner: &dyn Runner<O>,
+    case: &Case<O::Config>,
+    axis: &'static str,
+    rng: &mut ChaCha8Rng,
+) -> Result<f64, String> {
+    let len = case.dim(axis);
+    if len == 0 {
+        return Ok(0.0);
+    }
+    let (inputs, upstream, whole) = full_run(runner, case, rng)?;
+    let i = rng.random_range(0..len);
+    let one_inputs = slice::<O>(&inputs, axis, i..i + 1);
+    let one_upstream = upstream.as_ref().map(|u| slice::<O>(u, axis, i..i + 1));
+    let one = runner.run(&case.config, &one_inputs, one_upstream.as_ref()).map_err(text)?;
+    for (prefix, whole, one) in [("", &whole.outputs, &one.outputs), ("d", &whole.grads, &one.grads)] {
+        for (name, whole) in whole.iter() {
+            let Some(at) = axis_of::<O>(name, axis) else { continue };
+            let one = one.get(name).ok_or_else(|| format!("`{prefix}{name}` is absent"))?;
+            let want = whole.slice_axis(Axis(at), Slice::from(i..i + 1));
+            passed(same_bits(&format!("{prefix}{name}"), one.view(), want))?;
+        }
+    }
+    Ok(0.0)
+}
+
+/// Changing inputs at and after a position moves no output before it, and with no upstream gradient there, no gradient
+/// before it.
+fn causal<O: Operation>(
+    runner: &dyn Runner<O>,
+    case: &Case<O::Config>,
+    axis: &'static str,
+    rng: &mut ChaCha8Rng,
+) -> Result<f64, String> {
+    let len = case.dim(axis);
+    if len < 2 {
+        return Ok(0.0);
+    }
+    let (inputs, upstream, _) = full_run(runner, case, rng)?;
+    let other = O::draw(case, rng);
+    let at = rng.random_range(1..len);
+    let moved: Values = inputs.map(|name, array| {
+        let position = match (O::spec(name).role, axis_of::<O>(name, axis)) {
+            (Role::Input | Role::Data, Some(position)) => position,
+            _ => return array.clone(),
+        };
+        let mut array = array.clone();
+        array
+            .slice_axis_mut(Axis(position), Slice::from(at..))
+            .assign(&other.at(name).slice_axis(Axis(position), Slice::from(at..)));
+        array
+    });
+    // Outputs without the axis (a final state) see the future by right, so they send no gradient here.
+    let upstream = upstream.map(|u| -> Values {
+        u.iter()
+            .filter_map(|(name, w)| {
+                let position = axis_of::<O>(name, axis)?;
+                let mut w: ArrayD<f64> = w.clone();
+                w.slice_axis_mut(Axis(position), Slice::from(at..)).fill(0.0);
+                Some((name, w))
+            })
+            .collect()
+    });
+    let before = runner.run(&case.config, &inputs, upstream.as_ref()).map_err(text)?;
+    let after = runner.run(&case.config, &moved, upstream.as_ref()).map_err(text)?;
+    for (prefix, before, after) in [("", &before.outputs, &after.outputs), ("d", &before.grads, &after.grads)] {
+        for (name, before) in before.iter() {
+            let Some(position) = axis_of::<O>(name, axis) else { continue };
+            let after = after.get(name).ok_or_else(|| format!("`{prefix}{name}` is absent"))?;
+            let prefix_of = |a: &ArrayD<f64>| a.slice_axis(Axis(position), Slice::from(..at)).to_owned();
+            passed(same_bits(&format!("{prefix}{name}"), prefix_of(after).view(), prefix_of(before).view()))
+                .map_err(|e| format!("inputs changed from {at} on: {e}"))?;
+        }
+    }
+    Ok(0.0)
+}
