@@ -80,6 +80,11 @@ impl<T> Tensor<T> {
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
+
+    /// Whether both are handles to one allocation, even to different parts of it.
+    pub fn shares_allocation(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.buffer, &other.buffer)
+    }
 }
 
 /// Read access to a tensor of real numbers for as long as the guard lives.
@@ -155,6 +160,24 @@ impl<T: Scalar> Reference<T> {
         match &*tensor.buffer {
             Buffer::Float(cell) => Ok(Values { guard: lock(cell), start: tensor.start, shape: &tensor.shape }),
             _ => Err(self.wrong_storage(op, arg, T::DTYPE.to_string(), tensor)),
+        }
+    }
+
+    /// Reads the real number that a `[1]` tensor holds.
+    pub fn read_one(&self, op: &'static str, arg: &'static str, tensor: &Tensor<T>) -> Result<T> {
+        let values = self.read(op, arg, tensor)?;
+        match (tensor.shape(), values.slice()) {
+            ([1], &[x]) => Ok(x),
+            (shape, _) => Err(Error::Shape { op, arg, expected: "[1]".to_owned(), got: shape.to_vec() }),
+        }
+    }
+
+    /// Reads the whole number that a `[1]` tensor of `u32` or `u8` holds.
+    pub fn read_one_id(&self, op: &'static str, arg: &'static str, tensor: &Tensor<T>) -> Result<u32> {
+        let ids = self.read_ids(op, arg, tensor)?;
+        match (tensor.shape(), &ids[..]) {
+            ([1], &[id]) => Ok(id),
+            (shape, _) => Err(Error::Shape { op, arg, expected: "[1]".to_owned(), got: shape.to_vec() }),
         }
     }
 

@@ -85,6 +85,16 @@ pub enum Error {
         /// The argument's name.
         arg: &'static str,
     },
+    /// An in-place operation got one allocation for two arguments.
+    #[error("{op}: `{arg}` shares its allocation with `{other}`, expected an allocation of its own")]
+    Aliased {
+        /// The operation.
+        op: &'static str,
+        /// The argument's name.
+        arg: &'static str,
+        /// The name of the argument it shares with.
+        other: &'static str,
+    },
     /// The host tried to read or write device memory inside a step, which a captured graph cannot do.
     #[error("{op}: host exchange inside step `{step}`; upload before it, download after it")]
     HostExchangeInStep {

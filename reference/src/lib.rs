@@ -23,20 +23,30 @@
 //! accumulate (`+=`) into tensors the caller owns, gradients of activations are returned; B = 0 and T = 0 give empty
 //! results, a head or width of zero is an error; this crate knows no GPU, no random generator and no clock.
 
+pub mod blend;
+pub mod adamw;
 pub mod checked;
+pub mod controller;
 pub mod cpu;
+pub mod cross_entropy;
 pub mod decay_gate;
 pub mod dims;
 pub mod embedding;
 pub mod error;
+pub mod expert;
 pub mod fields;
 pub mod gated_rms_norm;
 pub mod l2_norm;
 pub mod linear;
 pub mod matmul;
+pub mod record;
+pub mod residual;
+pub mod retract;
 pub mod rms_norm;
+pub mod sanitise;
 pub mod scalar;
 pub mod short_conv;
+pub mod spectral;
 pub mod tensor;
 
 pub use checked::Checked;

@@ -1,1 +1,17 @@
-//! The trainer library.
+//! The trainer: bytes in, a run folder out.
+//!
+//! [`config`] says what a run is, [`data`] gives the batch of a step, `train` runs the steps over a `train::Learner`,
+//! `checkpoint` makes a stop harmless, and `anchors` says what the resulting number is worth.
+
+pub mod anchors;
+pub mod checkpoint;
+pub mod config;
+pub mod data;
+pub mod exit;
+pub mod host;
+pub mod progress;
+pub mod rng;
+pub mod run;
+pub mod schedule;
+pub mod signals;
+pub mod train;

@@ -1,2 +1,182 @@
-//! Tasks.
-fn main() {}
+//! `cargo xtask`: the one task runner. `.ci/run` calls it, and so do people.
+//!
+//! It depends on none of the workspace's crates, so that it builds in seconds and works while they do not.
+
+mod tidy;
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+
+use anyhow::{Context, Result, bail};
+use clap::{Parser, Subcommand};
+
+/// Tasks of the dormouse workspace.
+#[derive(Parser)]
+#[command(
+    name = "cargo xtask",
+    after_help = "Examples:\n  cargo xtask test             all tests, then every gate\n  \
+                  cargo xtask gate kda         the ladder of one operation\n  \
+                  cargo xtask gate --help      what a gate run can be told\n  \
+                  cargo xtask ci               what continuous integration runs"
+)]
+struct Args {
+    #[command(subcommand)]
+    task: Task,
+}
+
+#[derive(Subcommand)]
+enum Task {
+    /// Run every test of the workspace (with nextest where it is installed), then the ladder of gates.
+    Test {
+        /// Passed to the test runner, such as a name to filter by; the gates then do not run.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        rest: Vec<String>,
+    },
+    /// Run the ladder of gates; `cargo xtask gate --help` lists its options.
+    #[command(disable_help_flag = true)]
+    Gate {
+        /// Passed to the gate binary.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        rest: Vec<String>,
+    },
+    /// Run the criterion benches (release profile) after their gate is green.
+    Bench {
+        /// The stem, or `step` for the trainer's step; all without one.
+        name: Option<String>,
+    },
+    /// Check what the compiler does not: stems, docs, sizes, licences.
+    Tidy,
+    /// Format check, tidy, lints as errors, documentation.
+    Lint,
+    /// `lint`, then `test`.
+    Ci,
+}
+
+fn main() -> ExitCode {
+    match run(Args::parse().task) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            if let Some(Failed(code)) = error.downcast_ref() {
+                return ExitCode::from(*code);
+            }
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// A command that has already said what is wrong.
+#[derive(Debug)]
+struct Failed(u8);
+
+impl std::fmt::Display for Failed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "a command ended with {}", self.0)
+    }
+}
+
+impl std::error::Error for Failed {}
+
+fn run(task: Task) -> Result<()> {
+    let root = root();
+    match task {
+        Task::Test { rest } => {
+            test(&root, &rest)?;
+            if rest.is_empty() { gate(&root, &["--require", "cpu"]).and_then(|()| bites(&root)) } else { Ok(()) }
+        }
+        Task::Gate { rest } => gate(&root, &rest),
+        Task::Bench { name } => bench(&root, name.as_deref()),
+        Task::Tidy => tidy::check(&root),
+        Task::Lint => lint(&root),
+        Task::Ci => lint(&root).and_then(|()| run(Task::Test { rest: Vec::new() })),
+    }
+}
+
+/// The workspace's root, wherever the command was called.
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies in the workspace").to_owned()
+}
+
+fn cargo(root: &Path) -> Command {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.current_dir(root);
+    command
+}
+
+/// Runs a command; its own output says what went wrong.
+fn must(command: &mut Command) -> Result<()> {
+    let status = command.status().with_context(|| format!("cannot run {command:?}"))?;
+    if status.success() {
+        return Ok(());
+    }
+    let code = status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1);
+    Err(Failed(code).into())
+}
+
+fn step(name: &str) {
+    eprintln!("== {name}");
+}
+
+fn test(root: &Path, rest: &[String]) -> Result<()> {
+    let nextest = cargo(root).args(["nextest", "--version"]).output().is_ok_and(|out| out.status.success());
+    if nextest {
+        return must(cargo(root).args(["nextest", "run", "--workspace"]).args(rest))
+            .and_then(|()| doctests(root, rest));
+    }
+    eprintln!("cargo-nextest is not installed, so `cargo test` runs the tests (cargo install cargo-nextest --locked)");
+    must(cargo(root).args(["test", "--workspace", "--all-targets"]).args(rest)).and_then(|()| doctests(root, rest))
+}
+
+/// nextest does not run doctests.
+fn doctests(root: &Path, rest: &[String]) -> Result<()> {
+    if rest.is_empty() { must(cargo(root).args(["test", "--quiet", "--workspace", "--doc"])) } else { Ok(()) }
+}
+
+fn gate<S: AsRef<std::ffi::OsStr>>(root: &Path, rest: &[S]) -> Result<()> {
+    must(cargo(root).args(["run", "--quiet", "--package", "dormouse-gate", "--"]).args(rest))
+}
+
+/// Shows one gate biting: a planted fault must end with exit code 1 and a line that names the gate.
+fn bites(root: &Path) -> Result<()> {
+    const PLANT: [&str; 6] = ["kda", "--only", "fd", "--mutant", "dg-times-0.99", "--tsv"];
+    let out = cargo(root)
+        .args(["run", "--quiet", "--package", "dormouse-gate", "--"])
+        .args(PLANT)
+        .output()
+        .context("cannot run the gate binary")?;
+    if out.status.code() != Some(1) {
+        bail!(
+            "`cargo xtask gate {}` ended with {}, expected exit code 1: the gate does not bite",
+            PLANT.join(" "),
+            out.status
+        );
+    }
+    let text = String::from_utf8_lossy(&out.stdout);
+    let line =
+        text.lines().find(|line| line.contains("FAIL")).context("the gate failed without a line that says so")?;
+    println!("a gate biting (dg of kda times 0.99): {}", line.replace('\t', " "));
+    Ok(())
+}
+
+fn bench(root: &Path, name: Option<&str>) -> Result<()> {
+    let stem = name.filter(|name| *name != "step");
+    step("gate before bench");
+    gate(root, &stem.into_iter().collect::<Vec<_>>())?;
+    let mut command = cargo(root);
+    command.args(["bench", "--package", "dormouse-reference", "--package", "dormouse", "--benches"]);
+    if let Some(name) = name {
+        command.args(["--", name]);
+    }
+    must(&mut command)
+}
+
+fn lint(root: &Path) -> Result<()> {
+    step("format");
+    must(cargo(root).args(["fmt", "--all", "--", "--check"]))?;
+    step("tidy");
+    tidy::check(root)?;
+    step("lints");
+    must(cargo(root).args(["clippy", "--workspace", "--all-targets", "--locked", "--", "-D", "warnings"]))?;
+    step("docs");
+    must(cargo(root).args(["doc", "--workspace", "--no-deps", "--quiet"]).env("RUSTDOCFLAGS", "-D warnings"))
+}

@@ -9,6 +9,7 @@ pub mod embedding;
 pub mod gated_rms_norm;
 pub mod l2_norm;
 pub mod linear;
+pub mod cross_entropy;
 pub mod rms_norm;
 pub mod short_conv;
 
@@ -27,6 +28,7 @@ pub fn visit_all(visitor: &mut impl Visitor) {
     visitor.visit::<gated_rms_norm::GatedRmsNormOp>();
     visitor.visit::<l2_norm::L2NormOp>();
     visitor.visit::<linear::LinearOp>();
+    visitor.visit::<cross_entropy::CrossEntropyOp>();
     visitor.visit::<rms_norm::RmsNormOp>();
     visitor.visit::<short_conv::ShortConvOp>();
 }

@@ -1,0 +1,72 @@
+//! Files that are on the disk when a function returns, and errors that say what to do.
+
+use std::ffi::CString;
+use std::fs::File;
+use std::io::{ErrorKind, Write};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
+use super::CheckpointError;
+
+/// Space that must be left beside a checkpoint, for the manifest, the logs and the file system's own blocks.
+const SLACK_BYTES: u64 = 1 << 20;
+
+pub(super) fn io_error(operation: &'static str, path: &Path, source: std::io::Error) -> CheckpointError {
+    let fix = match source.kind() {
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => "free some space on that disk",
+        ErrorKind::FileTooLarge => "raise the file size limit (ulimit -f)",
+        ErrorKind::ReadOnlyFilesystem => "use a folder on a disk that can be written",
+        ErrorKind::PermissionDenied => "make the folder writable, or use another with --runs",
+        ErrorKind::NotFound => "it was removed, or never written",
+        _ => "see whether the disk is healthy",
+    };
+    CheckpointError::Io { operation, path: path.to_owned(), source, fix }
+}
+
+pub(super) fn create_folder(path: &Path) -> Result<(), CheckpointError> {
+    std::fs::create_dir_all(path).map_err(|source| io_error("create", path, source))
+}
+
+pub(super) fn read(path: &Path) -> Result<Vec<u8>, CheckpointError> {
+    std::fs::read(path).map_err(|source| io_error("read", path, source))
+}
+
+pub(super) fn rename(from: &Path, to: &Path) -> Result<(), CheckpointError> {
+    std::fs::rename(from, to).map_err(|source| io_error("rename", from, source))
+}
+
+/// Writes a file and waits until its bytes are on the disk.
+pub(super) fn write_synced(path: &Path, bytes: &[u8]) -> Result<(), CheckpointError> {
+    let write = || {
+        let mut file = File::create(path)?;
+        file.write_all(bytes)?;
+        file.sync_all()
+    };
+    write().map_err(|source| io_error("write", path, source))
+}
+
+/// Waits until a folder's entries are on the disk.
+pub(super) fn sync_folder(path: &Path) -> Result<(), CheckpointError> {
+    File::open(path).and_then(|folder| folder.sync_all()).map_err(|source| io_error("sync", path, source))
+}
+
+pub(super) fn check_space(folder: &Path, bytes: u64) -> Result<(), CheckpointError> {
+    let needed = bytes + SLACK_BYTES;
+    match free_bytes(folder) {
+        Some(free) if free < needed => Err(CheckpointError::NoSpace { path: folder.to_owned(), needed, free }),
+        // An unknown amount is no reason to refuse: the write itself will say if it does not fit.
+        _ => Ok(()),
+    }
+}
+
+/// Bytes an ordinary user may still write on the disk of `path`; `None` if the system does not say.
+pub fn free_bytes(path: &Path) -> Option<u64> {
+    let path = CString::new(path.as_os_str().as_bytes()).ok()?;
+    // SAFETY: statvfs is plain numbers, for which all zeroes is a value; the call writes it only while it lives.
+    let (result, facts) = unsafe {
+        let mut facts: libc::statvfs = std::mem::zeroed();
+        let result = libc::statvfs(path.as_ptr(), &mut facts);
+        (result, facts)
+    };
+    (result == 0).then(|| facts.f_bavail.saturating_mul(facts.f_frsize))
+}

@@ -1,0 +1,235 @@
+//! Checkpoints: a stop at any instant costs at most the steps since the last one.
+//!
+//! A checkpoint is a folder `step_000200` with `weights.safetensors`, `optimizer.safetensors`, `config.toml` and
+//! `manifest.json`. It is written as `step_000200.tmp`, the manifest last, every file and the folder synced, then renamed, then
+//! the parent is synced; so a folder without `.tmp` is complete unless the disk lost bytes, and sizes and checksums in the
+//! manifest say whether it did. [`newest_good`] believes nothing else.
+
+mod disk;
+mod state;
+mod store;
+
+pub use disk::free_bytes;
+pub use state::{State, Tensor, TensorData};
+pub use store::{Found, newest_good, retain};
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+/// Version of the folder's layout.
+pub const FORMAT: u32 = 1;
+
+const WEIGHTS: &str = "weights.safetensors";
+const OPTIMIZER: &str = "optimizer.safetensors";
+const CONFIG: &str = "config.toml";
+const MANIFEST: &str = "manifest.json";
+
+/// What went wrong with a checkpoint.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum CheckpointError {
+    #[error("checkpoint: cannot {operation} `{path}`: {source}; {fix}")]
+    Io { operation: &'static str, path: PathBuf, source: std::io::Error, fix: &'static str },
+    #[error(
+        "checkpoint: `{path}` needs {needed} bytes, {free} are free; free some space, or lower checkpoint.keep_last"
+    )]
+    NoSpace { path: PathBuf, needed: u64, free: u64 },
+    #[error("checkpoint: `{path}` is damaged: {problem}; an older one may be good")]
+    Damaged { path: PathBuf, problem: String },
+    #[error("checkpoint: `{path}` has format {got}, expected {FORMAT}; use the version of dormouse that wrote it")]
+    Format { path: PathBuf, got: u32 },
+    #[error("checkpoint: no good checkpoint in `{path}`{skipped}; start a new run")]
+    NoneGood { path: PathBuf, skipped: String },
+}
+
+/// What a checkpoint says about itself.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Manifest {
+    /// [`FORMAT`].
+    pub format: u32,
+    /// The first step that is not in the weights; equally, the number of steps done.
+    pub next_step: u64,
+    /// Steps whose update was applied.
+    pub updates: u64,
+    /// Rows of the training order that were consumed.
+    pub rows_consumed: u64,
+    /// Held-out bits per byte at this step, if it was evaluated.
+    pub eval_bpb: Option<f64>,
+    /// Hash of the configuration.
+    pub config_hash: String,
+    /// Hash of the data manifest.
+    pub data_hash: String,
+    /// Which program wrote it, and where.
+    pub provenance: serde_json::Value,
+    /// The other files of the folder.
+    pub files: BTreeMap<String, FileEntry>,
+}
+
+/// Size and checksum of a file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FileEntry {
+    /// Size.
+    pub bytes: u64,
+    /// CRC-32C of the contents.
+    pub crc32c: u32,
+}
+
+/// What a checkpoint is made of, besides the state.
+#[derive(Clone, Debug)]
+pub struct Facts {
+    /// Steps done.
+    pub next_step: u64,
+    /// Rows of the training order that were consumed.
+    pub rows_consumed: u64,
+    /// Held-out bits per byte at this step.
+    pub eval_bpb: Option<f64>,
+    /// The resolved configuration, as TOML.
+    pub config_toml: String,
+    /// Hash of the configuration.
+    pub config_hash: String,
+    /// Hash of the data manifest.
+    pub data_hash: String,
+    /// Which program writes it, and where.
+    pub provenance: serde_json::Value,
+}
+
+/// The name of the checkpoint after `step` steps.
+pub fn folder_name(step: u64) -> String {
+    format!("step_{step:06}")
+}
+
+/// Saves a checkpoint under `parent` and reads it back before saying so. Returns its folder.
+///
+/// Nothing that was there before is touched until the new folder is complete; a folder of the same step is then replaced.
+///
+/// # Errors
+/// [`CheckpointError`] if space is short or a file cannot be written or read back; the unfinished folder is removed.
+pub fn save(parent: &Path, state: &State, facts: &Facts) -> Result<PathBuf, CheckpointError> {
+    disk::create_folder(parent)?;
+    store::remove_unfinished(parent);
+    let target = parent.join(folder_name(facts.next_step));
+    let unfinished = parent.join(format!("{}.tmp", folder_name(facts.next_step)));
+    let saved = write_folder(&unfinished, state, facts).and_then(|()| {
+        let replaced = parent.join(format!("{}.old.tmp", folder_name(facts.next_step)));
+        if target.exists() {
+            disk::rename(&target, &replaced)?;
+        }
+        disk::rename(&unfinished, &target)?;
+        disk::sync_folder(parent)?;
+        // What is left of a failed removal is swept away by the next save.
+        let _ = std::fs::remove_dir_all(&replaced);
+        verify(&target).map(|_| target)
+    });
+    if saved.is_err() {
+        let _ = std::fs::remove_dir_all(&unfinished);
+    }
+    saved
+}
+
+/// Writes the files of a checkpoint into `folder`, the manifest last, all synced.
+pub fn write_folder(folder: &Path, state: &State, facts: &Facts) -> Result<(), CheckpointError> {
+    let files = [
+        (WEIGHTS, state::to_safetensors(&state.weights)),
+        (OPTIMIZER, state::to_safetensors(&state.optimizer)),
+        (CONFIG, facts.config_toml.clone().into_bytes()),
+    ];
+    let needed = files.iter().map(|(_, bytes)| bytes.len() as u64).sum();
+    disk::create_folder(folder)?;
+    disk::check_space(folder, needed)?;
+    let mut entries = BTreeMap::new();
+    for (name, bytes) in files {
+        disk::write_synced(&folder.join(name), &bytes)?;
+        entries.insert(name.to_owned(), FileEntry { bytes: bytes.len() as u64, crc32c: crc32c::crc32c(&bytes) });
+    }
+    let manifest = Manifest {
+        format: FORMAT,
+        next_step: facts.next_step,
+        updates: state.updates,
+        rows_consumed: facts.rows_consumed,
+        eval_bpb: facts.eval_bpb,
+        config_hash: facts.config_hash.clone(),
+        data_hash: facts.data_hash.clone(),
+        provenance: facts.provenance.clone(),
+        files: entries,
+    };
+    let text = serde_json::to_string_pretty(&manifest).expect("a manifest has string keys only");
+    disk::write_synced(&folder.join(MANIFEST), text.as_bytes())?;
+    disk::sync_folder(folder)
+}
+
+/// Reads and checks the manifest alone.
+pub fn read_manifest(folder: &Path) -> Result<Manifest, CheckpointError> {
+    let text = disk::read(&folder.join(MANIFEST))?;
+    let damaged = |problem: String| CheckpointError::Damaged { path: folder.to_owned(), problem };
+    let value: serde_json::Value =
+        serde_json::from_slice(&text).map_err(|error| damaged(format!("{MANIFEST} is not JSON: {error}")))?;
+    // The version is read first, so that a newer layout is called newer and not damaged.
+    match value.get("format").and_then(serde_json::Value::as_u64) {
+        Some(format) if format == u64::from(FORMAT) => {}
+        Some(format) => {
+            return Err(CheckpointError::Format {
+                path: folder.to_owned(),
+                got: format.try_into().unwrap_or(u32::MAX),
+            });
+        }
+        None => return Err(damaged(format!("{MANIFEST} has no format"))),
+    }
+    serde_json::from_value(value).map_err(|error| damaged(format!("{MANIFEST}: {error}")))
+}
+
+/// Checks sizes and checksums of every file against the manifest and returns it with the files' bytes.
+fn read_checked(folder: &Path) -> Result<(Manifest, BTreeMap<String, Vec<u8>>), CheckpointError> {
+    let damaged = |problem: String| CheckpointError::Damaged { path: folder.to_owned(), problem };
+    let manifest = read_manifest(folder)?;
+    let mut contents = BTreeMap::new();
+    for name in [WEIGHTS, OPTIMIZER, CONFIG] {
+        let entry = manifest.files.get(name).ok_or_else(|| damaged(format!("{MANIFEST} does not list {name}")))?;
+        let path = folder.join(name);
+        let bytes = disk::read(&path).map_err(|error| damaged(error.to_string()))?;
+        if bytes.len() as u64 != entry.bytes {
+            return Err(damaged(format!("{name} has {} bytes, expected {}", bytes.len(), entry.bytes)));
+        }
+        let crc = crc32c::crc32c(&bytes);
+        if crc != entry.crc32c {
+            return Err(damaged(format!("{name} has CRC-32C {crc:08x}, expected {:08x}", entry.crc32c)));
+        }
+        contents.insert(name.to_owned(), bytes);
+    }
+    Ok((manifest, contents))
+}
+
+/// Checks a checkpoint without keeping its tensors.
+pub fn verify(folder: &Path) -> Result<Manifest, CheckpointError> {
+    read_checked(folder).map(|(manifest, _)| manifest)
+}
+
+/// A checkpoint, read and verified.
+#[derive(Debug)]
+pub struct Loaded {
+    /// What it says about itself.
+    pub manifest: Manifest,
+    /// The tensors.
+    pub state: State,
+    /// The resolved configuration, as TOML.
+    pub config_toml: String,
+}
+
+/// Loads a checkpoint; nothing is interpreted before every checksum holds.
+pub fn load(folder: &Path) -> Result<Loaded, CheckpointError> {
+    let damaged = |problem: String| CheckpointError::Damaged { path: folder.to_owned(), problem };
+    let (manifest, contents) = read_checked(folder)?;
+    let state = State {
+        weights: state::from_safetensors(&contents[WEIGHTS]).map_err(|e| damaged(format!("{WEIGHTS}: {e}")))?,
+        optimizer: state::from_safetensors(&contents[OPTIMIZER]).map_err(|e| damaged(format!("{OPTIMIZER}: {e}")))?,
+        updates: manifest.updates,
+    };
+    let config_toml = String::from_utf8(contents[CONFIG].clone()).map_err(|e| damaged(format!("{CONFIG}: {e}")))?;
+    Ok(Loaded { manifest, state, config_toml })
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,110 @@
+//! The tensors of a learner, by name, and their bytes on a disk.
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+
+use safetensors::{Dtype, SafeTensors, View};
+
+/// Everything a learner needs to go on as if it had never stopped.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct State {
+    /// What the model computes with.
+    pub weights: BTreeMap<String, Tensor>,
+    /// What only the optimiser reads: moments, counters.
+    pub optimizer: BTreeMap<String, Tensor>,
+    /// Steps whose update was applied.
+    pub updates: u64,
+}
+
+/// A dense tensor, row-major.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Tensor {
+    /// Extents, outermost first.
+    pub shape: Vec<usize>,
+    /// As many values as the extents' product.
+    pub data: TensorData,
+}
+
+/// The values of a tensor.
+#[derive(Clone, Debug, PartialEq)]
+pub enum TensorData {
+    /// Weights, moments.
+    F32(Vec<f32>),
+    /// Counters.
+    U32(Vec<u32>),
+}
+
+impl Tensor {
+    /// A tensor of weights or moments.
+    pub fn f32(shape: &[usize], data: Vec<f32>) -> Tensor {
+        assert_eq!(shape.iter().product::<usize>(), data.len(), "values of a tensor of shape {shape:?}");
+        Tensor { shape: shape.to_vec(), data: TensorData::F32(data) }
+    }
+
+    /// A tensor of counters.
+    pub fn u32(shape: &[usize], data: Vec<u32>) -> Tensor {
+        assert_eq!(shape.iter().product::<usize>(), data.len(), "values of a tensor of shape {shape:?}");
+        Tensor { shape: shape.to_vec(), data: TensorData::U32(data) }
+    }
+
+    /// The values, if they are f32.
+    pub fn as_f32(&self) -> Option<&[f32]> {
+        match &self.data {
+            TensorData::F32(values) => Some(values),
+            TensorData::U32(_) => None,
+        }
+    }
+
+    /// The values, if they are u32.
+    pub fn as_u32(&self) -> Option<&[u32]> {
+        match &self.data {
+            TensorData::U32(values) => Some(values),
+            TensorData::F32(_) => None,
+        }
+    }
+}
+
+impl View for &Tensor {
+    fn dtype(&self) -> Dtype {
+        match self.data {
+            TensorData::F32(_) => Dtype::F32,
+            TensorData::U32(_) => Dtype::U32,
+        }
+    }
+
+    fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    fn data(&self) -> Cow<'_, [u8]> {
+        Cow::Owned(match &self.data {
+            TensorData::F32(values) => values.iter().flat_map(|value| value.to_le_bytes()).collect(),
+            TensorData::U32(values) => values.iter().flat_map(|value| value.to_le_bytes()).collect(),
+        })
+    }
+
+    fn data_len(&self) -> usize {
+        4 * self.shape.iter().product::<usize>()
+    }
+}
+
+/// The tensors as the bytes of a safetensors file; equal tensors give equal bytes.
+pub(super) fn to_safetensors(tensors: &BTreeMap<String, Tensor>) -> Vec<u8> {
+    safetensors::serialize(tensors, None).expect("names are unique and shapes match their values")
+}
+
+/// The tensors of a safetensors file.
+pub(super) fn from_safetensors(bytes: &[u8]) -> Result<BTreeMap<String, Tensor>, String> {
+    let file = SafeTensors::deserialize(bytes).map_err(|error| error.to_string())?;
+    let mut tensors = BTreeMap::new();
+    for (name, view) in file.iter() {
+        let words = view.data().chunks_exact(4).map(|word| word.try_into().expect("a chunk of 4 bytes"));
+        let data = match view.dtype() {
+            Dtype::F32 => TensorData::F32(words.map(f32::from_le_bytes).collect()),
+            Dtype::U32 => TensorData::U32(words.map(u32::from_le_bytes).collect()),
+            other => return Err(format!("tensor `{name}` has type {other:?}, expected F32 or U32")),
+        };
+        tensors.insert(name.to_owned(), Tensor { shape: view.shape().to_vec(), data });
+    }
+    Ok(tensors)
+}

@@ -1,0 +1,292 @@
+//! The configuration of a run.
+//!
+//! Values are resolved in one order: preset, then file, then `--set key=value`, then typed flags. The result is complete,
+//! is printed and stored with the run, and is what a resumed run is compared with. Unknown keys are errors.
+
+mod diff;
+mod presets;
+mod resolve;
+
+pub use diff::{Change, changes, check_changes};
+pub use presets::{PRESETS, preset};
+pub use resolve::{Sources, resolve};
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::schedule::Schedule;
+
+/// What is wrong with a configuration or a command line. Every one of these ends the process with exit code 2.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum ConfigError {
+    #[error("config: cannot read `{path}`: {source}")]
+    Unreadable { path: PathBuf, source: std::io::Error },
+    #[error("config: `{origin}` is not TOML:\n{problem}")]
+    Syntax { origin: String, problem: String },
+    #[error("config: {place}: unknown key `{key}`{nearest}; `dormouse inspect` prints every key")]
+    UnknownKey { place: String, key: String, nearest: String },
+    #[error("config: {place}: `{key}` expected {expected}, got {got}")]
+    WrongType { place: String, key: String, expected: String, got: String },
+    #[error("config: unknown preset `{name}`, expected one of {known}")]
+    UnknownPreset { name: String, known: String },
+    #[error("config: `{key}` {problem}; {fix}")]
+    Invalid { key: String, problem: String, fix: String },
+    #[error("config: --set expected key=value, got `{argument}`; for example --set optimizer.lr=1e-3")]
+    BadSet { argument: String },
+    #[error("config: the resumed run would compute something else:\n{table}{advice}")]
+    Changed { table: String, advice: String },
+    #[error("{0}")]
+    Usage(String),
+}
+
+/// Everything a run is, resolved.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Config {
+    /// Name of the preset the values started from.
+    pub preset: String,
+    /// Seed of every random number of the run.
+    pub seed: u64,
+    /// The model.
+    pub model: ModelConfig,
+    /// The bytes.
+    pub data: DataConfig,
+    /// The steps.
+    pub train: TrainConfig,
+    /// The update rule.
+    pub optimizer: OptimizerConfig,
+    /// What is reported, and when.
+    pub log: LogConfig,
+    /// What is saved, and when.
+    pub checkpoint: CheckpointConfig,
+}
+
+/// Shape of the model.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ModelConfig {
+    /// Width `d` of the residual stream.
+    pub width: usize,
+    /// Attention heads `H`.
+    pub heads: usize,
+    /// Width `K = V` of a head.
+    pub head_width: usize,
+    /// Hidden width `f` of an expert.
+    pub ffn_width: usize,
+    /// Iterations `N` of the shared block.
+    pub iterations: usize,
+    /// Rank `r` of the spectral factors.
+    pub rank: usize,
+    /// Experts `E`.
+    pub experts: usize,
+}
+
+/// The bytes a run reads.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DataConfig {
+    /// File or folder to train on; absent: the text that ships with the binary.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub path: Option<PathBuf>,
+    /// File or folder to score on; absent: blocks of the training corpus are held out.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub eval_path: Option<PathBuf>,
+    /// Predicted bytes a row, `t`.
+    pub seq_bytes: usize,
+    /// Held-out windows, at most.
+    pub eval_windows: usize,
+    /// Predicted bytes a held-out window.
+    pub eval_bytes: usize,
+}
+
+/// The steps of a run.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TrainConfig {
+    /// Optimiser updates in the whole run; the learning rate's schedule follows from it.
+    pub total_steps: u64,
+    /// Rows in a step.
+    pub batch_rows: usize,
+    /// Parts a step's rows are computed in, one after the other; 1 computes them together.
+    pub accumulate: usize,
+    /// Every step trains on the rows of the first: the loss must go to zero.
+    pub overfit_one_batch: bool,
+}
+
+/// The update rule.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct OptimizerConfig {
+    /// Learning rate of the constant part of the schedule.
+    pub lr: f64,
+    /// Share of the run spent warming up.
+    pub warmup_percent: f64,
+    /// Warm-up steps at least.
+    pub warmup_min_steps: u64,
+    /// Share of the run, at its end, in which the rate falls.
+    pub decay_percent: f64,
+    /// Decay of the mean of gradients.
+    pub beta1: f64,
+    /// Decay of the mean of squared gradients.
+    pub beta2: f64,
+    /// Added to the root of the mean square.
+    pub eps: f64,
+    /// Decoupled weight decay, on matrices only.
+    pub weight_decay: f64,
+    /// Norm that a larger gradient is scaled down to.
+    pub clip_norm: f64,
+    /// Steps between retractions of the spectral factors.
+    pub retract_every_steps: u64,
+    /// Polar iterations a retraction.
+    pub retract_iterations: usize,
+}
+
+/// What is reported, and when. Nothing here changes a weight.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LogConfig {
+    /// Steps between lines on the terminal; every step is in metrics.jsonl.
+    pub every_steps: u64,
+    /// Steps between evaluations; the last step is always evaluated.
+    pub eval_every_steps: u64,
+    /// Steps between checks of the spectral factors' orthonormality.
+    pub drift_every_steps: u64,
+    /// Bytes sampled after each prompt at each evaluation; 0 samples nothing.
+    pub sample_bytes: usize,
+    /// Temperature of the second sample of each prompt; the first is always greedy.
+    pub sample_temperature: f64,
+    /// Prompts of the samples; none: the first 48 bytes of the first held-out window.
+    pub prompts: Vec<String>,
+}
+
+/// What is saved, and when. Nothing here changes a weight.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CheckpointConfig {
+    /// Steps between checkpoints; the last step is always saved.
+    pub every_steps: u64,
+    /// Newest checkpoints that stay.
+    pub keep_last: usize,
+    /// Checkpoints at multiples of this step stay for ever; 0: none.
+    pub keep_every_steps: u64,
+}
+
+impl Config {
+    /// The learning rate's schedule.
+    pub fn schedule(&self) -> Schedule {
+        Schedule {
+            lr: self.optimizer.lr,
+            warmup_percent: self.optimizer.warmup_percent,
+            warmup_min_steps: self.optimizer.warmup_min_steps,
+            decay_percent: self.optimizer.decay_percent,
+        }
+    }
+
+    /// Bytes predicted in one step.
+    pub fn bytes_per_step(&self) -> u64 {
+        self.train.batch_rows as u64 * self.data.seq_bytes as u64
+    }
+
+    /// The configuration as TOML, every key present.
+    pub fn to_toml(&self) -> String {
+        toml::to_string(self).expect("a configuration has only tables, numbers, strings and lists")
+    }
+
+    /// Reads a stored configuration (complete, no preset applied).
+    pub fn from_toml(text: &str, origin: &Path) -> Result<Config, ConfigError> {
+        toml::from_str(text)
+            .map_err(|error| ConfigError::Syntax { origin: origin.display().to_string(), problem: error.to_string() })
+    }
+
+    /// BLAKE3 of [`Config::to_toml`], hexadecimal.
+    pub fn hash(&self) -> String {
+        blake3::hash(self.to_toml().as_bytes()).to_hex().to_string()
+    }
+
+    /// Checks every value that can be wrong on its own or against another.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        let nonzero = [
+            ("model.width", self.model.width as u64),
+            ("model.heads", self.model.heads as u64),
+            ("model.head_width", self.model.head_width as u64),
+            ("model.ffn_width", self.model.ffn_width as u64),
+            ("model.iterations", self.model.iterations as u64),
+            ("model.rank", self.model.rank as u64),
+            ("model.experts", self.model.experts as u64),
+            ("data.seq_bytes", self.data.seq_bytes as u64),
+            ("data.eval_windows", self.data.eval_windows as u64),
+            ("data.eval_bytes", self.data.eval_bytes as u64),
+            ("train.total_steps", self.train.total_steps),
+            ("train.batch_rows", self.train.batch_rows as u64),
+            ("train.accumulate", self.train.accumulate as u64),
+            ("optimizer.retract_every_steps", self.optimizer.retract_every_steps),
+            ("optimizer.retract_iterations", self.optimizer.retract_iterations as u64),
+            ("log.every_steps", self.log.every_steps),
+            ("log.eval_every_steps", self.log.eval_every_steps),
+            ("log.drift_every_steps", self.log.drift_every_steps),
+            ("checkpoint.every_steps", self.checkpoint.every_steps),
+            ("checkpoint.keep_last", self.checkpoint.keep_last as u64),
+        ];
+        for (key, value) in nonzero {
+            if value == 0 {
+                return Err(invalid(key, "is 0".into(), "give 1 or more"));
+            }
+        }
+        let o = &self.optimizer;
+        let ranges = [
+            ("optimizer.lr", o.lr, o.lr > 0.0 && o.lr.is_finite(), "above 0"),
+            ("optimizer.eps", o.eps, o.eps > 0.0 && o.eps.is_finite(), "above 0"),
+            ("optimizer.clip_norm", o.clip_norm, o.clip_norm > 0.0 && o.clip_norm.is_finite(), "above 0"),
+            ("optimizer.beta1", o.beta1, (0.0..1.0).contains(&o.beta1), "from 0 up to but not including 1"),
+            ("optimizer.beta2", o.beta2, (0.0..1.0).contains(&o.beta2), "from 0 up to but not including 1"),
+            (
+                "optimizer.weight_decay",
+                o.weight_decay,
+                o.weight_decay >= 0.0 && o.weight_decay.is_finite(),
+                "0 or more",
+            ),
+            ("optimizer.warmup_percent", o.warmup_percent, (0.0..=100.0).contains(&o.warmup_percent), "from 0 to 100"),
+            ("optimizer.decay_percent", o.decay_percent, (0.0..=100.0).contains(&o.decay_percent), "from 0 to 100"),
+            (
+                "log.sample_temperature",
+                self.log.sample_temperature,
+                self.log.sample_temperature > 0.0 && self.log.sample_temperature.is_finite(),
+                "above 0",
+            ),
+        ];
+        for (key, value, good, range) in ranges {
+            if !good {
+                return Err(invalid(key, format!("is {value}"), &format!("give a number {range}")));
+            }
+        }
+        if !self.train.batch_rows.is_multiple_of(self.train.accumulate) {
+            let (rows, parts) = (self.train.batch_rows, self.train.accumulate);
+            return Err(invalid(
+                "train.accumulate",
+                format!("is {parts}, which does not divide train.batch_rows = {rows}"),
+                "give a divisor of the batch, so that every part has the same rows",
+            ));
+        }
+        if self.log.prompts.iter().any(String::is_empty) {
+            return Err(invalid("log.prompts", "holds an empty prompt".into(), "give each prompt a byte or more"));
+        }
+        if self.model.rank > self.model.width {
+            let (rank, width) = (self.model.rank, self.model.width);
+            return Err(invalid(
+                "model.rank",
+                format!("is {rank}, above model.width = {width}"),
+                "give a rank that a factor of that width can have",
+            ));
+        }
+        Ok(())
+    }
+}
+
+fn invalid(key: &str, problem: String, fix: &str) -> ConfigError {
+    ConfigError::Invalid { key: key.to_owned(), problem, fix: fix.to_owned() }
+}
+
+#[cfg(test)]
+mod tests;

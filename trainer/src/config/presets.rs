@@ -1,0 +1,79 @@
+//! The presets: complete configurations to start from.
+
+use super::{CheckpointConfig, Config, ConfigError, DataConfig, LogConfig, ModelConfig, OptimizerConfig, TrainConfig};
+
+/// Names of the presets, the default first.
+pub const PRESETS: [&str; 2] = ["nano", "tiny"];
+
+/// The configuration a preset stands for.
+pub fn preset(name: &str) -> Result<Config, ConfigError> {
+    match name {
+        "nano" => Ok(nano()),
+        "tiny" => Ok(tiny()),
+        _ => Err(ConfigError::UnknownPreset { name: name.to_owned(), known: PRESETS.join(", ") }),
+    }
+}
+
+/// The run of the README: a few minutes on two cores.
+fn nano() -> Config {
+    Config {
+        preset: "nano".into(),
+        seed: 0,
+        model: ModelConfig {
+            width: 256,
+            heads: 4,
+            head_width: 64,
+            ffn_width: 768,
+            iterations: 2,
+            rank: 64,
+            experts: 2,
+        },
+        data: DataConfig { path: None, eval_path: None, seq_bytes: 256, eval_windows: 64, eval_bytes: 512 },
+        train: TrainConfig { total_steps: 900, batch_rows: 8, accumulate: 1, overfit_one_batch: false },
+        optimizer: OptimizerConfig {
+            lr: 2e-3,
+            warmup_percent: 2.0,
+            warmup_min_steps: 20,
+            decay_percent: 20.0,
+            beta1: 0.9,
+            beta2: 0.95,
+            eps: 1e-8,
+            weight_decay: 0.01,
+            clip_norm: 1.0,
+            retract_every_steps: 1,
+            retract_iterations: 4,
+        },
+        log: LogConfig {
+            every_steps: 10,
+            eval_every_steps: 150,
+            drift_every_steps: 500,
+            sample_bytes: 160,
+            sample_temperature: 0.8,
+            prompts: Vec::new(),
+        },
+        checkpoint: CheckpointConfig { every_steps: 150, keep_last: 3, keep_every_steps: 0 },
+    }
+}
+
+/// Seconds a run: tests and CI.
+fn tiny() -> Config {
+    let nano = nano();
+    Config {
+        preset: "tiny".into(),
+        model: ModelConfig {
+            width: 128,
+            heads: 2,
+            head_width: 64,
+            ffn_width: 256,
+            iterations: 2,
+            rank: 32,
+            experts: 2,
+        },
+        data: DataConfig { seq_bytes: 64, ..nano.data },
+        train: TrainConfig { total_steps: 300, batch_rows: 4, ..nano.train },
+        optimizer: OptimizerConfig { lr: 1e-3, ..nano.optimizer },
+        log: LogConfig { eval_every_steps: 100, sample_bytes: 64, ..nano.log },
+        checkpoint: CheckpointConfig { every_steps: 100, ..nano.checkpoint },
+        ..nano
+    }
+}

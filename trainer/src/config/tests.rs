@@ -1,0 +1,126 @@
+use std::io::Write;
+
+use toml::Value;
+
+use super::{Config, ConfigError, PRESETS, Sources, changes, check_changes, preset, resolve};
+
+fn with_file(text: &str, sources: Sources) -> Result<Config, ConfigError> {
+    let mut file = tempfile::Builder::new().prefix("run").suffix(".toml").tempfile().unwrap();
+    file.write_all(text.as_bytes()).unwrap();
+    resolve(&Sources { file: Some(file.path().to_owned()), ..sources })
+}
+
+fn with_set(argument: &str) -> Result<Config, ConfigError> {
+    resolve(&Sources { set: vec![argument.to_owned()], ..Sources::default() })
+}
+
+#[test]
+fn presets_are_valid_and_survive_toml() {
+    for name in PRESETS {
+        let config = preset(name).unwrap();
+        config.validate().unwrap();
+        assert_eq!(config.preset, name);
+        assert_eq!(Config::from_toml(&config.to_toml(), "x".as_ref()).unwrap(), config);
+    }
+    assert_eq!(preset("nano").unwrap().model.width, 256);
+    assert_eq!(preset("tiny").unwrap().data.seq_bytes, 64);
+    assert!(preset("nanoo").unwrap_err().to_string().contains("expected one of nano, tiny"));
+}
+
+#[test]
+fn later_sources_win() {
+    let file = "seed = 1\n[optimizer]\nlr = 1e-4\nbeta1 = 0.5\n[train]\nbatch_rows = 16\n";
+    let flags = vec![("seed".to_owned(), Value::Integer(3)), ("data.path".to_owned(), Value::String("some".into()))];
+    let set = vec!["optimizer.lr=5e-4".to_owned(), "seed=2".to_owned()];
+    let config = with_file(file, Sources { set, flags, ..Sources::default() }).unwrap();
+    assert_eq!(config.optimizer.beta1, 0.5);
+    assert_eq!(config.optimizer.lr, 5e-4);
+    assert_eq!(config.seed, 3);
+    assert_eq!(config.train.batch_rows, 16);
+    assert_eq!(config.data.path.as_deref(), Some("some".as_ref()));
+    assert_eq!(config.model, preset("nano").unwrap().model);
+}
+
+#[test]
+fn the_preset_comes_from_the_flag_then_the_file() {
+    let file = "preset = \"tiny\"\n";
+    assert_eq!(with_file(file, Sources::default()).unwrap().model.width, 128);
+    let flag = Sources { preset: Some("nano".into()), ..Sources::default() };
+    let config = with_file(file, flag).unwrap();
+    assert_eq!((config.model.width, config.preset.as_str()), (256, "nano"));
+    assert_eq!(resolve(&Sources::default()).unwrap().preset, "nano");
+}
+
+#[test]
+fn unknown_keys_name_the_place_and_the_nearest_key() {
+    let error = with_file("seed = 1\n\n[train]\ntotal_stpes = 5\n", Sources::default()).unwrap_err().to_string();
+    assert!(error.contains(".toml` line 4"), "{error}");
+    assert!(error.contains("unknown key `train.total_stpes`, nearest is `train.total_steps`"), "{error}");
+    let error = with_set("lr=3").unwrap_err().to_string();
+    assert!(error.contains("--set lr=3") && error.contains("nearest is `optimizer.lr`"), "{error}");
+    let error = with_set("zzzzzzzzzzzzzz.qqqqqqqqqq=3").unwrap_err().to_string();
+    assert!(!error.contains("nearest"), "{error}");
+    assert!(matches!(with_set("seed.deeper=3"), Err(ConfigError::WrongType { .. })));
+}
+
+#[test]
+fn wrong_types_are_named() {
+    let error = with_file("[train]\nbatch_rows = \"many\"\n", Sources::default()).unwrap_err().to_string();
+    assert!(error.contains("line 2: `train.batch_rows` expected a whole number"), "{error}");
+    assert!(with_set("train.batch_rows=-1").unwrap_err().to_string().contains("0 or more, got -1"));
+    assert!(with_set("train.overfit_one_batch=yes").unwrap_err().to_string().contains("true or false"));
+    assert!(with_set("model=3").unwrap_err().to_string().contains("a section"));
+    assert!(with_set("log.prompts=[1]").unwrap_err().to_string().contains("a list of strings"));
+    assert_eq!(with_set("optimizer.lr=1").unwrap().optimizer.lr, 1.0);
+    assert!(matches!(with_set("seed"), Err(ConfigError::BadSet { .. })));
+    assert!(matches!(with_set("=3"), Err(ConfigError::BadSet { .. })));
+    assert!(matches!(with_file("seed = = 2", Sources::default()), Err(ConfigError::Syntax { .. })));
+}
+
+#[test]
+fn values_that_cannot_work_are_refused_with_their_key() {
+    let cases = [
+        ("model.width=0", "`model.width` is 0"),
+        ("train.total_steps=0", "`train.total_steps` is 0"),
+        ("optimizer.lr=0", "`optimizer.lr` is 0"),
+        ("optimizer.lr=-1.0", "`optimizer.lr` is -1"),
+        ("optimizer.lr=nan", "`optimizer.lr` is NaN"),
+        ("optimizer.lr=inf", "`optimizer.lr` is inf"),
+        ("optimizer.beta2=1.0", "`optimizer.beta2` is 1"),
+        ("train.accumulate=3", "does not divide train.batch_rows = 8"),
+        ("log.prompts=[\"\"]", "empty prompt"),
+        ("model.rank=1000", "above model.width = 256"),
+        ("log.sample_temperature=0", "`log.sample_temperature` is 0"),
+        ("optimizer.decay_percent=101", "from 0 to 100"),
+    ];
+    for (argument, expected) in cases {
+        let error = with_set(argument).unwrap_err().to_string();
+        assert!(error.contains(expected), "{argument}: {error}");
+    }
+}
+
+#[test]
+fn an_empty_path_means_none() {
+    assert_eq!(with_set("data.path=").unwrap().data.path, None);
+}
+
+#[test]
+fn a_resumed_run_shows_what_changed_and_refuses_other_mathematics() {
+    let then = preset("nano").unwrap();
+    assert_eq!(check_changes(&then, &then, &[]).unwrap(), None);
+    let mut now = then.clone();
+    now.log.every_steps = 1;
+    let table = check_changes(&then, &now, &[]).unwrap().unwrap();
+    assert!(table.contains("log.every_steps") && table.contains("same numbers"), "{table}");
+    now.optimizer.lr = 1e-3;
+    now.train.total_steps = 2000;
+    assert_eq!(changes(&then, &now).iter().filter(|change| change.mathematics).count(), 2);
+    let error = check_changes(&then, &now, &["optimizer.lr".into()]).unwrap_err().to_string();
+    assert!(
+        error.contains("--allow-change train.total_steps") && !error.contains("--allow-change optimizer.lr"),
+        "{error}"
+    );
+    assert!(error.contains("0.002") && error.contains("0.001"), "{error}");
+    let both = ["optimizer.lr".to_owned(), "train.total_steps".to_owned()];
+    assert!(check_changes(&then, &now, &both).unwrap().is_some());
+}

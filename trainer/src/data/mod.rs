@@ -1,0 +1,191 @@
+//! From bytes on a disk to the batch of a step.
+//!
+//! A corpus is one stream of bytes: a file, the files of a folder in sorted order, or the text compiled into the binary.
+//! [`split`] holds some of its blocks out, [`windows`] says which bytes make row `r` of step `s`, and [`prefetch`] reads the
+//! next batch while a step runs. A batch is a pure function of (corpus, configuration, seed, step).
+
+mod corpus;
+mod prefetch;
+mod split;
+mod windows;
+
+pub use corpus::{Corpus, Manifest, ManifestFile, SHIPPED_TEXT_NAME};
+pub use prefetch::Prefetch;
+pub use split::{Segment, block_len, held_out_blocks, split};
+pub use windows::{EvalWindows, TrainWindows, Window, permute};
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use ndarray::{Array2, ArrayView2};
+
+use crate::config::Config;
+
+/// What is wrong with the data. Every one of these ends the process with exit code 4.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum DataError {
+    #[error("data: `{path}` does not exist; give a file or a folder of bytes with --data")]
+    Missing { path: PathBuf },
+    #[error("data: `{path}` has {bytes} bytes, expected at least {needed} ({why}); give more data or {fix}")]
+    TooSmall { path: String, bytes: u64, needed: u64, why: String, fix: String },
+    #[error("data: folder `{path}` holds no file with a byte in it; give a file or folder with data")]
+    EmptyFolder { path: PathBuf },
+    #[error("data: cannot read `{path}`: {source}")]
+    Unreadable { path: PathBuf, source: std::io::Error },
+    #[error("data: `{path}` is neither a file nor a folder; give a file or a folder of bytes")]
+    NotAFile { path: PathBuf },
+    #[error(
+        "data: `{path}` changed since the run began: expected {expected}, got {got}; restore it, or start a new run on the new data"
+    )]
+    Changed { path: String, expected: String, got: String },
+    #[error(
+        "data: `{path}` is in the training data (as `{train}`) and in the held-out data; give --eval a path that is not in --data"
+    )]
+    Overlap { path: String, train: String },
+}
+
+/// The rows of one step: each is `len + 1` consecutive bytes of the training split.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Batch {
+    /// Index of the step, counted from 0.
+    pub step: u64,
+    /// Rows, `b`.
+    pub rows: usize,
+    /// Predicted positions a row, `t`.
+    pub len: usize,
+    /// `[b, t+1]`, row after row.
+    pub bytes: Vec<u8>,
+}
+
+impl Batch {
+    fn grid(&self) -> ArrayView2<'_, u8> {
+        ArrayView2::from_shape((self.rows, self.len + 1), &self.bytes).expect("a batch holds rows x (len + 1) bytes")
+    }
+
+    /// What the model reads: `[b, t]`, byte `p` of each row at position `p`.
+    pub fn ids(&self) -> Array2<u8> {
+        self.grid().slice(ndarray::s![.., ..self.len]).to_owned()
+    }
+
+    /// What the model predicts: `[b, t]`, byte `p + 1` of the same row at position `p`. There is no wrap.
+    pub fn targets(&self) -> Array2<u8> {
+        self.grid().slice(ndarray::s![.., 1..]).to_owned()
+    }
+}
+
+/// The corpus of a run, its two splits, and the windows drawn from them.
+pub struct Data {
+    /// The training bytes (and, unless `--eval` was given, the held-out ones).
+    pub corpus: Arc<Corpus>,
+    /// The held-out bytes of `--eval`.
+    pub eval_corpus: Option<Arc<Corpus>>,
+    /// What the run trains on.
+    pub train: TrainWindows,
+    /// What it is scored on.
+    pub eval: EvalWindows,
+    /// Identity of all the bytes above; stored with the run.
+    pub manifest: Manifest,
+}
+
+impl Data {
+    /// Opens the corpus (and the held-out corpus) a configuration names, hashes it and lays out its windows.
+    ///
+    /// # Errors
+    /// [`DataError`] if a path is missing, unreadable, too small for one window in each split, or in both splits.
+    pub fn open(config: &Config) -> Result<Data, DataError> {
+        let corpus = match &config.data.path {
+            Some(path) => Corpus::open(path)?,
+            None => Corpus::shipped(),
+        };
+        let eval_corpus = config.data.eval_path.as_deref().map(Corpus::open).transpose()?;
+        Data::new(config, corpus, eval_corpus)
+    }
+
+    /// [`Data::open`] over corpora that are open already.
+    pub fn new(config: &Config, corpus: Corpus, eval_corpus: Option<Corpus>) -> Result<Data, DataError> {
+        let manifest = Manifest::of(&corpus, eval_corpus.as_ref())?;
+        manifest.check_overlap()?;
+        let (train_segments, eval_segments) = match &eval_corpus {
+            Some(eval) => (vec![Segment { start: 0, end: corpus.len() }], vec![Segment { start: 0, end: eval.len() }]),
+            None => split(corpus.len()),
+        };
+        let train = TrainWindows::new(train_segments, config.data.seq_bytes as u64, config.seed);
+        if train.windows_per_epoch() == 0 {
+            return Err(DataError::TooSmall {
+                path: corpus.name(),
+                bytes: corpus.len(),
+                needed: enough(config, corpus.len(), eval_corpus.is_some(), config.data.seq_bytes),
+                why: format!("one training window of {} + 1 bytes outside the held-out blocks", config.data.seq_bytes),
+                fix: "a smaller data.seq_bytes".into(),
+            });
+        }
+        let eval = EvalWindows::new(&eval_segments, config.data.eval_bytes as u64, config.data.eval_windows);
+        if eval.windows().is_empty() {
+            let source = eval_corpus.as_ref().unwrap_or(&corpus);
+            return Err(DataError::TooSmall {
+                path: source.name(),
+                bytes: source.len(),
+                needed: enough(config, source.len(), eval_corpus.is_some(), config.data.eval_bytes),
+                why: format!("one held-out window of {} + 1 bytes inside one held-out block", config.data.eval_bytes),
+                fix: "a smaller data.eval_bytes".into(),
+            });
+        }
+        Ok(Data { corpus: Arc::new(corpus), eval_corpus: eval_corpus.map(Arc::new), train, eval, manifest })
+    }
+
+    /// The batch of step `step`: a pure function of the corpus, the seed and the step.
+    pub fn batch(&self, step: u64, rows: usize) -> Result<Batch, DataError> {
+        read_batch(&self.corpus, &self.train, step, rows)
+    }
+
+    /// The held-out windows, each `eval_bytes + 1` bytes, in the order they are always scored in.
+    pub fn eval_windows(&self) -> Result<Vec<Vec<u8>>, DataError> {
+        let corpus = self.eval_corpus.as_ref().unwrap_or(&self.corpus);
+        self.eval.windows().iter().map(|window| corpus.read(window.start, window.len)).collect()
+    }
+
+    /// The bytes of the training split, segment by segment, at most `limit` of them; for the n-gram anchors.
+    pub fn train_bytes(&self, limit: u64) -> Result<Vec<Vec<u8>>, DataError> {
+        let mut left = limit;
+        let mut segments = Vec::new();
+        for segment in self.train.segments() {
+            let take = segment.len().min(left);
+            if take == 0 {
+                break;
+            }
+            segments.push(self.corpus.read(segment.start, take as usize)?);
+            left -= take;
+        }
+        Ok(segments)
+    }
+}
+
+/// Bytes that would do where `len` were too few for a window of `window` predictions.
+fn enough(config: &Config, len: u64, has_eval_corpus: bool, window: usize) -> u64 {
+    if has_eval_corpus {
+        return window as u64 + 1;
+    }
+    // Which blocks are held out depends on their number, so the answer is searched for and not computed.
+    let fits = |len: &u64| {
+        let (train, eval) = split(*len);
+        let longest = |segments: &[Segment]| segments.iter().map(Segment::len).max().unwrap_or(0);
+        longest(&train) > config.data.seq_bytes as u64 && longest(&eval) > config.data.eval_bytes as u64
+    };
+    let most = 64 * (config.data.seq_bytes.max(config.data.eval_bytes) as u64 + 1).next_multiple_of(4096);
+    (len + 1..most).step_by(256).find(fits).unwrap_or(most)
+}
+
+/// Reads the rows of one step.
+pub(crate) fn read_batch(corpus: &Corpus, train: &TrainWindows, step: u64, rows: usize) -> Result<Batch, DataError> {
+    let len = train.len_bytes() as usize;
+    let mut bytes = Vec::with_capacity(rows * (len + 1));
+    for row in 0..rows as u64 {
+        let window = train.row(step, row, rows as u64);
+        bytes.extend(corpus.read(window.start, window.len)?);
+    }
+    Ok(Batch { step, rows, len, bytes })
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,530 @@
+//! [`ModelLearner`]: the byte model, its optimiser and its instruments on one backend, behind the trainer's
+//! [`Learner`].
+//!
+//! Everything a step reads or writes on the device is persistent memory at a fixed place: the batch, the learning rate,
+//! the step number, the flat parameters with gradients and moments, the counters, and a ring of records that the host
+//! empties at log cadence. So a step is the same operations on the same memory every time, which is what a device
+//! needs to capture it once and replay it.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+use anyhow::{Context, Result, bail, ensure};
+use dormouse_reference::adamw::{self, Adamw};
+use dormouse_reference::record::Record;
+use dormouse_reference::retract::{self, Retract};
+use dormouse_reference::sanitise::{self, Sanitise};
+use dormouse_reference::{Backend, DType, Error, StepKey};
+use nalgebra::DMatrix;
+use ndarray::{Array2, ArrayD, ArrayView1, IxDyn, arr1};
+use rand::RngExt;
+
+use crate::checkpoint::{State, Tensor, TensorData};
+use crate::config::{Config, ModelConfig};
+use crate::data::Batch;
+use crate::model::{self, Ablation, Carry, Group, Model, Table, VOCABULARY};
+use crate::rng::{Purpose, stream};
+use crate::train::{Drift, Latch, Learner, Parameter, StepRecord};
+
+/// Steps whose records the device holds until the host asks for them.
+const RING_STEPS: usize = 64;
+
+/// Skipped steps that a log window may have; the next one closes the latch.
+const SKIPS_ALLOWED: u32 = 8;
+
+/// Windows scored together: enough rows to feed every core, few enough to stay in cache-friendly sizes.
+const EVAL_ROWS: usize = 8;
+
+/// Power iterations of the retraction's estimate of the largest singular value.
+const POWER_ITERATIONS: usize = 5;
+
+/// The model, its optimiser state and its instruments.
+pub struct ModelLearner<B: Backend> {
+    b: B,
+    config: Config,
+    model: Model<B>,
+    m: B::Tensor,
+    v: B::Tensor,
+    /// updates, skipped in all, skipped in this window, latched
+    counters: B::Tensor,
+    lr: B::Tensor,
+    step: B::Tensor,
+    /// `[rows, t]`, the step's batch.
+    ids: B::Tensor,
+    targets: B::Tensor,
+    /// `[parts * N]` cross-entropies of the step, each a share of the whole.
+    losses: B::Tensor,
+    /// `[1]` = 1/N: every iteration's loss counts alike.
+    loss_weight: B::Tensor,
+    ring: B::Tensor,
+    scoring: Vec<Scoring<B>>,
+    stream: Stream<B>,
+    /// `[factors]` largest spread seen by retraction since the last check.
+    spreads: B::Tensor,
+    /// Records that left the ring before the host asked.
+    drained: Vec<StepRecord>,
+    /// Steps in the ring that have not been read.
+    pending: u64,
+    next_step: u64,
+    last_skipped: Option<u64>,
+}
+
+/// Columns of a record after the losses.
+const RECORD_TAIL: usize = 4;
+
+impl<B: Backend> ModelLearner<B> {
+    /// A learner with the initial weights of the run's seed.
+    pub fn new(b: B, config: &Config) -> Result<Self> {
+        let model = Model::new(&b, &config.model)?;
+        let parameters = model.table.len();
+        let rows = config.train.batch_rows;
+        let parts = config.train.accumulate;
+        let t = config.data.seq_bytes;
+        let n = config.model.iterations;
+        let float = b.float();
+        let retracted = model.table.params.iter().filter(|p| p.retracted).count();
+        let learner = Self {
+            m: b.persistent(&[parameters], float)?,
+            v: b.persistent(&[parameters], float)?,
+            counters: b.persistent(&[4], DType::U32)?,
+            lr: b.persistent(&[1], float)?,
+            step: b.persistent(&[1], DType::U32)?,
+            ids: b.persistent(&[rows, t], DType::U8)?,
+            targets: b.persistent(&[rows, t], DType::U8)?,
+            losses: b.persistent(&[parts * n], float)?,
+            loss_weight: b.persistent(&[1], float)?,
+            ring: b.persistent(&[RING_STEPS, parts * n + RECORD_TAIL], float)?,
+            scoring: Vec::new(),
+            stream: Stream::new(&b, &config.model)?,
+            spreads: b.persistent(&[retracted], float)?,
+            drained: Vec::new(),
+            pending: 0,
+            next_step: 0,
+            last_skipped: None,
+            config: config.clone(),
+            model,
+            b,
+        };
+        learner.upload(&learner.model.params, &learner.model.table.initial(config.seed))?;
+        learner.b.upload(arr1(&[1.0 / n as f64]).into_dyn().view(), &learner.loss_weight)?;
+        Ok(learner)
+    }
+
+    /// Cuts something on purpose; for tests that show the cut being noticed.
+    pub fn set_ablation(&mut self, ablation: Ablation) {
+        self.model.ablation = ablation;
+    }
+
+    /// The parameter table.
+    pub fn table(&self) -> &Table {
+        &self.model.table
+    }
+
+    fn upload(&self, into: &B::Tensor, values: &[f64]) -> Result<()> {
+        let shape = self.b.shape(into).to_vec();
+        Ok(self.b.upload(ArrayView1::from(values).into_shape_with_order(IxDyn(&shape))?, into)?)
+    }
+
+    fn flat(&self, tensor: &B::Tensor) -> Result<Vec<f64>> {
+        Ok(self.b.download(tensor)?.into_raw_vec_and_offset().0)
+    }
+
+    fn upload_batch(&self, batch: &Batch) -> Result<()> {
+        let (rows, t) = (self.config.train.batch_rows, self.config.data.seq_bytes);
+        ensure!(
+            (batch.rows, batch.len) == (rows, t),
+            "step {}: the batch is {} rows of {} bytes, expected {rows} of {t}",
+            batch.step,
+            batch.rows,
+            batch.len
+        );
+        self.b.upload(batch.ids().mapv(f64::from).into_dyn().view(), &self.ids)?;
+        self.b.upload(batch.targets().mapv(f64::from).into_dyn().view(), &self.targets)?;
+        Ok(())
+    }
+
+    /// Forward and backward of every part of the batch, into zeroed gradients.
+    fn gradients(&self, b: &B) -> dormouse_reference::Result<()> {
+        let (rows, t) = (self.config.train.batch_rows, self.config.data.seq_bytes);
+        let (parts, n) = (self.config.train.accumulate, self.config.model.iterations);
+        let part_rows = rows / parts;
+        b.fill(&self.model.grads, 0.0)?;
+        for part in 0..parts {
+            let start = part * part_rows * t;
+            let ids = b.view(&self.ids, start, &[part_rows, t])?;
+            let targets = b.view(&self.targets, start, &[part_rows, t])?;
+            let batch = model::Batch { ids: &ids, targets: Some(&targets), denominator: rows * t };
+            let forward = self.model.forward(b, &batch, None)?;
+            for (i, loss) in forward.losses.iter().enumerate() {
+                b.keep(loss, &b.view(&self.losses, part * n + i, &[1])?)?;
+            }
+            self.model.backward(b, &forward, &self.loss_weight)?;
+        }
+        Ok(())
+    }
+
+    /// The update: norm and flags, AdamW, retraction, record. Reads nothing back.
+    fn update(&self, b: &B, retracts: bool) -> dormouse_reference::Result<()> {
+        let (o, table) = (&self.config.optimizer, &self.model.table);
+        let whole = 0..table.len();
+        let config =
+            sanitise::Config { max_norm: Some(o.clip_norm), clip: vec![whole], skips_allowed: SKIPS_ALLOWED };
+        let seen = Sanitise::update(b, &config, &self.model.grads, &self.losses, &self.counters)?;
+        let groups = [(Group::Matrix, o.weight_decay), (Group::Vector, 0.0)];
+        let groups = groups.into_iter().flat_map(|(group, weight_decay)| {
+            table.ranges(group).into_iter().map(move |range| adamw::Group { range, weight_decay })
+        });
+        Adamw::update(
+            b,
+            &adamw::Config { beta1: o.beta1, beta2: o.beta2, eps: o.eps, groups: groups.collect() },
+            adamw::State { params: &self.model.params, grads: &self.model.grads, m: &self.m, v: &self.v },
+            adamw::Scalars {
+                lr: &self.lr,
+                scale: &seen.scale,
+                apply: &seen.apply,
+                updates: &b.view(&self.counters, 0, &[1])?,
+            },
+        )?;
+        if retracts {
+            let config = retract::Config { iterations: o.retract_iterations, power_iterations: POWER_ITERATIONS };
+            for (i, param) in table.params.iter().filter(|p| p.retracted).enumerate() {
+                let factor = b.view(&self.model.params, param.start, &param.shape)?;
+                let spread = Retract::update(b, &config, &factor, &seen.apply)?.spread;
+                b.keep(&spread, &b.view(&self.spreads, i, &[1])?)?;
+            }
+        }
+        let record = [&self.losses, &seen.norm, &seen.nonfinite, &seen.scale, &seen.apply];
+        Record::update(b, &record, &self.step, &self.ring)
+    }
+
+    /// Moves the ring's unread rows into `drained`.
+    fn read_ring(&mut self) -> Result<()> {
+        if self.pending == 0 {
+            return Ok(());
+        }
+        let ring = self.b.download(&self.ring)?;
+        let (parts, n) = (self.config.train.accumulate, self.config.model.iterations);
+        for step in self.next_step - self.pending..self.next_step {
+            let row = ring.index_axis(ndarray::Axis(0), step as usize % RING_STEPS);
+            let row: Vec<f64> = row.iter().copied().collect();
+            let ce: Vec<f64> = (0..n).map(|i| (0..parts).map(|part| row[part * n + i]).sum()).collect();
+            let [norm, nonfinite, _scale, apply] = row[parts * n..] else { bail!("a record has {} columns", row.len()) };
+            if nonfinite > 0.0 {
+                self.last_skipped = Some(step);
+            }
+            self.drained.push(StepRecord {
+                step,
+                loss: ce.iter().sum::<f64>() / n as f64,
+                ce,
+                grad_norm: norm,
+                nonfinite: nonfinite as u64,
+                applied: apply == 1.0,
+            });
+        }
+        self.pending = 0;
+        Ok(())
+    }
+
+    fn counters(&self) -> Result<[u32; 4]> {
+        let values: Vec<u32> = self.flat(&self.counters)?.into_iter().map(|x| x as u32).collect();
+        values.try_into().map_err(|_| anyhow::anyhow!("there are four counters"))
+    }
+
+    /// The key of a step: everything the closure depends on.
+    fn key(&self, purpose: &'static str, shape: [usize; 2]) -> StepKey {
+        let mut hasher = DefaultHasher::new();
+        (purpose, shape, self.config.to_toml(), self.model.ablation == Ablation::None).hash(&mut hasher);
+        StepKey { purpose, variant: hasher.finish() }
+    }
+
+    /// Nats of every position of `rows` windows of one length.
+    fn nll(&mut self, rows: &[Vec<u8>]) -> Result<Vec<f64>> {
+        let shape = [rows.len(), rows[0].len() - 1];
+        if !self.scoring.iter().any(|s| s.shape == shape) {
+            self.scoring.push(Scoring::new(&self.b, shape)?);
+        }
+        let at = self.scoring.iter().find(|s| s.shape == shape).expect("it was just added");
+        let bytes = |from: usize| -> ArrayD<f64> {
+            Array2::from_shape_fn(shape, |(r, i)| f64::from(rows[r][i + from])).into_dyn()
+        };
+        self.b.upload(bytes(0).view(), &at.ids)?;
+        self.b.upload(bytes(1).view(), &at.targets)?;
+        self.b.step(&self.key("eval", shape), &mut |b| {
+            let targets = Some(&at.targets);
+            let batch = model::Batch { ids: &at.ids, targets, denominator: shape[0] * shape[1] };
+            let forward = self.model.forward(b, &batch, None)?;
+            b.keep(forward.nll.as_ref().expect("a forward pass with targets has them"), &at.nll)
+        })?;
+        self.flat(&at.nll)
+    }
+}
+
+/// Persistent memory of an evaluation at one shape: a step that is replayed finds its batch at the same place.
+struct Scoring<B: Backend> {
+    shape: [usize; 2],
+    ids: B::Tensor,
+    targets: B::Tensor,
+    nll: B::Tensor,
+}
+
+impl<B: Backend> Scoring<B> {
+    fn new(b: &B, shape: [usize; 2]) -> Result<Self> {
+        Ok(Self {
+            shape,
+            ids: b.persistent(&shape, DType::U8)?,
+            targets: b.persistent(&shape, DType::U8)?,
+            nll: b.persistent(&shape, b.float())?,
+        })
+    }
+}
+
+/// Persistent memory that carries a sequence from one byte to the next.
+struct Stream<B: Backend> {
+    carry: Vec<Carry<B::Tensor>>,
+    /// `[1, 1]`
+    id: B::Tensor,
+    /// `[1, 1, 256]`
+    logits: B::Tensor,
+}
+
+impl<B: Backend> Stream<B> {
+    fn new(b: &B, m: &ModelConfig) -> Result<Self> {
+        let context = || b.persistent(&[1, model::CONV_WIDTH - 1, m.heads * m.head_width], b.float());
+        let carry = (0..m.iterations)
+            .map(|_| {
+                Ok(Carry {
+                    conv: [context()?, context()?, context()?],
+                    state: b.persistent(&[1, m.heads, m.head_width, m.head_width], b.float())?,
+                })
+            })
+            .collect::<std::result::Result<Vec<_>, Error>>()?;
+        Ok(Self {
+            carry,
+            id: b.persistent(&[1, 1], DType::U8)?,
+            logits: b.persistent(&[1, 1, VOCABULARY], b.float())?,
+        })
+    }
+
+    /// Back to the start of a sequence.
+    fn clear(&self, b: &B) -> Result<()> {
+        for carry in &self.carry {
+            for context in &carry.conv {
+                b.fill(context, 0.0)?;
+            }
+            b.fill(&carry.state, 0.0)?;
+        }
+        Ok(())
+    }
+
+    /// Reads one byte and gives the logits of the next: O(1) a byte.
+    fn read(&self, learner: &ModelLearner<B>, byte: u8) -> Result<Vec<f64>> {
+        let b = &learner.b;
+        b.upload(ArrayD::from_elem(IxDyn(&[1, 1]), f64::from(byte)).view(), &self.id)?;
+        b.step(&learner.key("generate", [1, 1]), &mut |b| {
+            let batch = model::Batch { ids: &self.id, targets: None, denominator: 1 };
+            let forward = learner.model.forward(b, &batch, Some(&self.carry))?;
+            for (new, kept) in forward.carry.iter().zip(&self.carry) {
+                for (new, kept) in new.conv.iter().zip(&kept.conv) {
+                    b.keep(new, kept)?;
+                }
+                b.keep(&new.state, &kept.state)?;
+            }
+            b.keep(forward.logits.last().expect("a model has an iteration"), &self.logits)
+        })?;
+        learner.flat(&self.logits)
+    }
+}
+
+impl<B: Backend> Learner for ModelLearner<B> {
+    fn step(&mut self, batch: &Batch, lr: f64) -> Result<()> {
+        if self.pending as usize == RING_STEPS {
+            self.read_ring()?;
+        }
+        ensure!(
+            self.pending == 0 || batch.step == self.next_step,
+            "step {} follows step {}; steps come in order",
+            batch.step,
+            self.next_step - 1
+        );
+        self.upload_batch(batch)?;
+        self.upload(&self.lr, &[lr])?;
+        self.upload(&self.step, &[(batch.step % RING_STEPS as u64) as f64])?;
+        let retracts = (batch.step + 1).is_multiple_of(self.config.optimizer.retract_every_steps);
+        let shape = [batch.rows, batch.len];
+        let purpose = if retracts { "train" } else { "train without retraction" };
+        self.b.step(&self.key(purpose, shape), &mut |b| {
+            self.gradients(b)?;
+            self.update(b, retracts)
+        })?;
+        self.next_step = batch.step + 1;
+        self.pending += 1;
+        Ok(())
+    }
+
+    fn drain(&mut self) -> Result<Vec<StepRecord>> {
+        self.read_ring()?;
+        let mut counters = self.counters()?;
+        if counters[3] == 0 {
+            counters[2] = 0;
+            self.upload(&self.counters, &counters.map(f64::from))?;
+        }
+        Ok(std::mem::take(&mut self.drained))
+    }
+
+    fn latched(&self) -> Option<Latch> {
+        // A device that cannot be read has a worse fault than a latch; the next call that can fail will say so.
+        let counters = self.counters().ok()?;
+        let step = self.last_skipped.or(self.next_step.checked_sub(1))?;
+        (counters[3] != 0).then_some(Latch { skipped: u64::from(counters[2]), step })
+    }
+
+    fn evaluate(&mut self, windows: &[Vec<u8>]) -> Result<Vec<f64>> {
+        let mut all = Vec::new();
+        for rows in windows.chunks(EVAL_ROWS) {
+            let len = rows[0].len();
+            ensure!(len >= 2 && rows.iter().all(|r| r.len() == len), "windows have one length of two bytes or more");
+            all.extend(self.nll(rows)?);
+        }
+        Ok(all)
+    }
+
+    fn sample(
+        &mut self,
+        prompt: &[u8],
+        bytes: usize,
+        temperature: f64,
+        seed: u64,
+        emit: &mut dyn FnMut(u8) -> bool,
+    ) -> Result<()> {
+        ensure!(!prompt.is_empty(), "the prompt is empty; give at least one byte");
+        self.stream.clear(&self.b)?;
+        let mut logits = Vec::new();
+        for &byte in prompt {
+            logits = self.stream.read(self, byte)?;
+        }
+        for position in 0..bytes {
+            let uniform: f64 = stream(seed, Purpose::Sample, position as u64, 0).random();
+            let byte = choose(&logits, temperature, uniform);
+            if !emit(byte) || position + 1 == bytes {
+                break;
+            }
+            logits = self.stream.read(self, byte)?;
+        }
+        Ok(())
+    }
+
+    fn export(&self) -> Result<State> {
+        let mut state = State { updates: u64::from(self.counters()?[0]), ..State::default() };
+        let buffers = [("", &self.model.params), ("m.", &self.m), ("v.", &self.v)];
+        for (prefix, buffer) in buffers {
+            let flat = self.flat(buffer)?;
+            for param in &self.model.table.params {
+                let values = flat[param.range()].iter().map(|&x| x as f32).collect();
+                let tensor = Tensor::f32(&param.shape, values);
+                let into = if prefix.is_empty() { &mut state.weights } else { &mut state.optimizer };
+                into.insert(format!("{prefix}{}", param.name), tensor);
+            }
+        }
+        state.optimizer.insert("counters".to_owned(), Tensor::u32(&[4], self.counters()?.to_vec()));
+        Ok(state)
+    }
+
+    fn import(&mut self, state: &State) -> Result<()> {
+        let table = &self.model.table;
+        // Everything is checked before anything changes.
+        let gather = |tensors: &std::collections::BTreeMap<String, Tensor>, prefix: &str| -> Result<Vec<f64>> {
+            let mut flat = Vec::with_capacity(table.len());
+            for param in &table.params {
+                let name = format!("{prefix}{}", param.name);
+                let tensor = tensors.get(&name).with_context(|| format!("checkpoint: tensor `{name}` is missing"))?;
+                ensure!(
+                    tensor.shape == param.shape,
+                    "checkpoint: tensor `{name}` is {:?}, expected {:?}",
+                    tensor.shape,
+                    param.shape
+                );
+                let TensorData::F32(values) = &tensor.data else { bail!("checkpoint: tensor `{name}` is not f32") };
+                flat.extend(values.iter().map(|&x| f64::from(x)));
+            }
+            Ok(flat)
+        };
+        let known = |name: &str| table.params.iter().any(|p| p.name == name);
+        if let Some(unknown) = state.weights.keys().find(|name| !known(name)) {
+            bail!("checkpoint: tensor `{unknown}` is none of this model's");
+        }
+        let params = gather(&state.weights, "")?;
+        let (m, v) = (gather(&state.optimizer, "m.")?, gather(&state.optimizer, "v.")?);
+        let counters = state.optimizer.get("counters").and_then(Tensor::as_u32);
+        let counters = counters.filter(|c| c.len() == 4).context("checkpoint: `counters` is not four u32")?;
+        let counters: Vec<f64> = counters.iter().map(|&x| f64::from(x)).collect();
+        self.upload(&self.model.params, &params)?;
+        self.upload(&self.m, &m)?;
+        self.upload(&self.v, &v)?;
+        self.upload(&self.counters, &counters)?;
+        self.drained.clear();
+        self.pending = 0;
+        self.last_skipped = None;
+        Ok(())
+    }
+
+    fn drift(&self) -> Result<Vec<Drift>> {
+        let flat = self.flat(&self.model.params)?;
+        let spreads = self.flat(&self.spreads)?;
+        let retracted = self.model.table.params.iter().filter(|p| p.retracted);
+        Ok(retracted
+            .zip(spreads)
+            .map(|(param, spread)| {
+                let (rows, columns) = (param.shape[param.shape.len() - 2], param.shape[param.shape.len() - 1]);
+                let error = |matrix: &[f64]| {
+                    let x = DMatrix::from_row_slice(rows, columns, matrix);
+                    (x.transpose() * &x - DMatrix::identity(columns, columns)).norm() / columns as f64
+                };
+                let orthonormality = flat[param.range()].chunks(rows * columns).map(error).fold(0.0, f64::max);
+                Drift { name: param.name.to_owned(), orthonormality, spread }
+            })
+            .collect())
+    }
+
+    fn parameters(&self) -> Vec<Parameter> {
+        let all = self.model.table.params.iter();
+        all.map(|p| Parameter { name: p.name.to_owned(), shape: p.shape.clone(), group: p.group.word().to_owned() })
+            .collect()
+    }
+
+    fn first_nonfinite(&mut self, batch: &Batch) -> Result<Option<String>> {
+        self.upload_batch(batch)?;
+        let bad = |values: &[f64]| values.iter().any(|x| !x.is_finite());
+        let named = |flat: &[f64], what: &str| {
+            let param = self.model.table.params.iter().find(|p| bad(&flat[p.range()]));
+            param.map(|p| format!("{what} `{}`", p.name))
+        };
+        if let Some(found) = named(&self.flat(&self.model.params)?, "weight") {
+            return Ok(Some(found));
+        }
+        self.b.step(&self.key("replay", [batch.rows, batch.len]), &mut |b| self.gradients(b))?;
+        if bad(&self.flat(&self.losses)?) {
+            return Ok(Some("loss".to_owned()));
+        }
+        Ok(named(&self.flat(&self.model.grads)?, "gradient of"))
+    }
+}
+
+/// Draws a byte from the logits; temperature 0 takes the likeliest, the lowest on ties.
+fn choose(logits: &[f64], temperature: f64, uniform: f64) -> u8 {
+    let best = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    if temperature <= 0.0 {
+        return logits.iter().position(|&x| x == best).unwrap_or(0) as u8;
+    }
+    let weights: Vec<f64> = logits.iter().map(|x| ((x - best) / temperature).exp()).collect();
+    let mut left = uniform * weights.iter().sum::<f64>();
+    for (byte, weight) in weights.iter().enumerate() {
+        left -= weight;
+        if left < 0.0 {
+            return byte as u8;
+        }
+    }
+    // Rounding can leave a sliver after the last byte; it belongs to the last byte that has any weight.
+    weights.iter().rposition(|&w| w > 0.0).unwrap_or(0) as u8
+}
+
+#[cfg(test)]
+mod tests;

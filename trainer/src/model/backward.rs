@@ -1,0 +1,139 @@
+//! The backward pass: `forward` in reverse.
+
+use dormouse_reference::blend::{self, Blend};
+use dormouse_reference::controller::{self, Controller};
+use dormouse_reference::cross_entropy::{self, CrossEntropy};
+use dormouse_reference::embedding::{self, Embedding};
+use dormouse_reference::expert::{self, Expert};
+use dormouse_reference::residual::{self, Residual};
+use dormouse_reference::rms_norm::{self, RmsNorm};
+use dormouse_reference::spectral::{self, Spectral};
+use dormouse_reference::{Backend, Result};
+
+use super::forward::{Forward, Saved, configs, expert_params};
+use super::{Model, Views};
+
+/// What a model cuts on purpose, to show that the cut would be noticed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Ablation {
+    /// Nothing.
+    #[default]
+    None,
+    /// No gradient flows back through the recurrence, as if its output had come back untracked.
+    DetachRecurrence,
+}
+
+/// Gradients that travel from one iteration to the one before it.
+struct Travelling<T> {
+    /// Of h as it left the earlier iteration.
+    h: Option<T>,
+    /// Of x0, from the controllers.
+    x0: Option<T>,
+}
+
+impl<B: Backend> Model<B> {
+    /// Adds the gradient of `sum over iterations of weight * ce_n` to every parameter's gradient; `weight` is `[1]`.
+    ///
+    /// # Panics
+    /// If the forward pass had no targets: there is no loss to differentiate.
+    pub fn backward(&self, b: &B, forward: &Forward<B>, weight: &B::Tensor) -> Result<()> {
+        let grads = Views { b, table: &self.table, flat: &self.grads };
+        let mut travelling = Travelling { h: None, x0: None };
+        for (n, saved) in forward.iterations.iter().enumerate().rev() {
+            travelling = self.iteration_backward(b, &grads, n, saved, weight, forward.denominator, &travelling)?;
+        }
+        // x0 is read as the first h and by every controller.
+        let table = grads.get("embedding")?;
+        for dx in [&travelling.h, &travelling.x0].into_iter().flatten() {
+            Embedding::backward(
+                b,
+                &configs::EMBEDDING,
+                &forward.embedding,
+                embedding::Outputs { x: dx },
+                embedding::Params { table: &table },
+            )?;
+        }
+        Ok(())
+    }
+
+    fn iteration_backward(
+        &self,
+        b: &B,
+        grads: &Views<'_, B>,
+        n: usize,
+        saved: &Saved<B>,
+        weight: &B::Tensor,
+        denominator: usize,
+        later: &Travelling<B::Tensor>,
+    ) -> Result<Travelling<B::Tensor>> {
+        let cross_entropy = saved.cross_entropy.as_ref().expect("backward follows a forward pass with targets");
+        let dlogits = CrossEntropy::backward(
+            b,
+            &configs::cross_entropy(denominator),
+            cross_entropy,
+            cross_entropy::Outputs { loss: weight, nll: None },
+        )?
+        .dlogits;
+        let df = self.spectral_backward(b, grads, ["head.u", "head.s", "head.v"], &saved.head, &dlogits, None)?;
+        let ds = RmsNorm::backward(
+            b,
+            &configs::NORM,
+            &saved.final_norm,
+            rms_norm::Outputs { y: &df, c: None },
+            rms_norm::Params { gain: &grads.get("final_norm")?, shift: None },
+        )?
+        .dx;
+        let dh = self.spectral_backward(b, grads, ["out.u", "out.s", "out.v"], &saved.out, &ds, later.h.as_ref())?;
+        let through_residual = Residual::backward(
+            b,
+            &configs::RESIDUAL,
+            &saved.residual,
+            residual::Outputs { h: &dh },
+            residual::Params { rho: &grads.get("rho")? },
+        )?;
+        let through_blend =
+            Blend::backward(b, &configs::BLEND, &saved.blend, blend::Outputs { y: &through_residual.dy })?;
+        let du = Expert::backward(
+            b,
+            &configs::EXPERT,
+            &saved.expert,
+            expert::Outputs { y: &through_blend.dexperts },
+            None,
+            expert_params(grads)?.as_ref(),
+        )?
+        .du;
+        let du = self.linear_backward(b, grads, "dense", &saved.dense, &through_blend.ddense, Some(&du))?;
+        let du = self.attention_backward(b, grads, &saved.attention, &through_blend.dattn, &du)?;
+        let through_controller = Controller::backward(
+            b,
+            &configs::controller(self.config.experts),
+            &saved.controller,
+            controller::Outputs { gates: &through_blend.dgates },
+            controller::Inputs { c: Some(&through_residual.dc), x0: later.x0.as_ref() },
+            controller::Params { weight: &grads.get("controller")? },
+        )?;
+        let (gain, shift) = (grads.get("loop_norm")?, grads.iteration(n, self.config.width)?);
+        let dh = RmsNorm::backward(
+            b,
+            &configs::NORM,
+            &saved.norm,
+            rms_norm::Outputs { y: &du, c: Some(&through_controller.dc) },
+            rms_norm::Params { gain: &gain, shift: Some(&shift) },
+        )?
+        .dx;
+        Ok(Travelling { h: Some(dh), x0: Some(through_controller.dx0) })
+    }
+
+    fn spectral_backward(
+        &self,
+        b: &B,
+        grads: &Views<'_, B>,
+        [u, s, v]: [&str; 3],
+        saved: &<B as Spectral>::Saved,
+        dy: &B::Tensor,
+        plus: Option<&B::Tensor>,
+    ) -> Result<B::Tensor> {
+        let into = spectral::Params { u: &grads.get(u)?, s: &grads.get(s)?, v: &grads.get(v)? };
+        Ok(Spectral::backward(b, &configs::SPECTRAL, saved, spectral::Outputs { y: dy }, plus, into)?.dx)
+    }
+}

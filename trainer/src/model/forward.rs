@@ -1,0 +1,257 @@
+//! The forward pass.
+
+use dormouse_reference::blend::{self, Blend};
+use dormouse_reference::controller::{self, Controller};
+use dormouse_reference::cross_entropy::{self, CrossEntropy};
+use dormouse_reference::decay_gate;
+use dormouse_reference::embedding::{self, Embedding};
+use dormouse_reference::expert::{self, Expert};
+use dormouse_reference::gated_rms_norm;
+use dormouse_reference::kda;
+use dormouse_reference::l2_norm;
+use dormouse_reference::linear::{self, Linear};
+use dormouse_reference::residual::{self, Residual};
+use dormouse_reference::rms_norm::{self, RmsNorm};
+use dormouse_reference::short_conv;
+use dormouse_reference::spectral::{self, Spectral};
+use dormouse_reference::{Backend, Precision, Result};
+
+use super::attention::{self, Carry};
+use super::{Model, Views};
+
+/// The operations' configs, all constants of the model.
+pub(super) mod configs {
+    use super::{
+        Precision, blend, controller, cross_entropy, decay_gate, embedding, expert, gated_rms_norm, kda, l2_norm, linear,
+        residual, rms_norm, short_conv, spectral,
+    };
+
+    pub const EMBEDDING: embedding::Config = embedding::Config {};
+    pub const LINEAR: linear::Config = linear::Config { precision: Precision::Full };
+    pub const SPECTRAL: spectral::Config = spectral::Config { precision: Precision::Full };
+    pub const NORM: rms_norm::Config = rms_norm::Config { eps: 1e-3 };
+    pub const CONV: short_conv::Config = short_conv::Config {};
+    pub const L2: l2_norm::Config = l2_norm::Config { eps: 1e-6 };
+    pub const GATE: decay_gate::Config =
+        decay_gate::Config { kind: decay_gate::Kind::Bounded { lower_bound: -5.0 }, beta_scale: 1.0 };
+    /// A state every 64 tokens, the chunk of the device kernels, so that states can be compared one by one.
+    pub const KDA: kda::Config = kda::Config {
+        scale: None,
+        form: kda::Form::Recurrent,
+        checkpoint_every: 64,
+        memory: kda::Memory::Save,
+    };
+    /// mean o^2 starts near 1e-5, so a larger eps would swamp it.
+    pub const OUT_NORM: gated_rms_norm::Config = gated_rms_norm::Config { eps: 1e-8 };
+    pub const EXPERT: expert::Config = expert::Config { precision: Precision::Full, ffn: expert::Ffn::Silu };
+    /// The memory branch may carry at most half of what it shares with the dense one.
+    pub const BLEND: blend::Config = blend::Config { lam_max: 0.5 };
+    pub const RESIDUAL: residual::Config = residual::Config {};
+
+    pub fn controller(experts: usize) -> controller::Config {
+        controller::Config { precision: Precision::Full, experts }
+    }
+    pub fn cross_entropy(denominator: usize) -> cross_entropy::Config {
+        cross_entropy::Config { denominator: Some(denominator) }
+    }
+}
+
+/// One batch on the device.
+pub struct Batch<'a, T> {
+    /// `[B, T]` bytes going in.
+    pub ids: &'a T,
+    /// `[B, T]` bytes to predict; absent when generating.
+    pub targets: Option<&'a T>,
+    /// Positions that the mean loss is over: more than B T when a step is computed in several parts.
+    pub denominator: usize,
+}
+
+/// What each operation of one iteration saved.
+pub(super) struct Saved<B: Backend> {
+    pub norm: <B as RmsNorm>::Saved,
+    pub controller: <B as Controller>::Saved,
+    pub attention: attention::Saved<B>,
+    pub dense: <B as Linear>::Saved,
+    pub expert: <B as Expert>::Saved,
+    pub blend: <B as Blend>::Saved,
+    pub residual: <B as Residual>::Saved,
+    pub out: <B as Spectral>::Saved,
+    pub final_norm: <B as RmsNorm>::Saved,
+    pub head: <B as Spectral>::Saved,
+    pub cross_entropy: Option<<B as CrossEntropy>::Saved>,
+}
+
+/// The result of a forward pass.
+pub struct Forward<B: Backend> {
+    /// `[1]` per iteration: mean cross-entropy in nats; empty without targets.
+    pub losses: Vec<B::Tensor>,
+    /// `[B, T]`: nats of every position after the last iteration.
+    pub nll: Option<B::Tensor>,
+    /// `[B, T, 256]` of every iteration, first to last.
+    pub logits: Vec<B::Tensor>,
+    /// What to hand to the next call when reading on.
+    pub carry: Vec<Carry<B::Tensor>>,
+    pub(super) denominator: usize,
+    pub(super) embedding: <B as Embedding>::Saved,
+    pub(super) iterations: Vec<Saved<B>>,
+}
+
+impl<B: Backend> Model<B> {
+    /// Runs the model on a batch. `carry` continues sequences whose earlier part was another call.
+    pub fn forward(
+        &self,
+        b: &B,
+        batch: &Batch<'_, B::Tensor>,
+        carry: Option<&[Carry<B::Tensor>]>,
+    ) -> Result<Forward<B>> {
+        let p = Views { b, table: &self.table, flat: &self.params };
+        let table = p.get("embedding")?;
+        let (x0, embedding) = Embedding::forward(
+            b,
+            &configs::EMBEDDING,
+            embedding::Inputs { ids: batch.ids },
+            embedding::Params { table: &table },
+        )?;
+        let x0 = x0.x;
+        let mut h = x0.clone();
+        let mut result = Forward {
+            losses: vec![],
+            nll: None,
+            logits: vec![],
+            carry: vec![],
+            denominator: batch.denominator,
+            embedding,
+            iterations: vec![],
+        };
+        for n in 0..self.config.iterations {
+            h = self.iteration(b, &p, n, &x0, &h, batch, carry.map(|c| &c[n]), &mut result)?;
+        }
+        Ok(result)
+    }
+
+    /// One iteration of the block with its readout; gives the next h.
+    fn iteration(
+        &self,
+        b: &B,
+        p: &Views<'_, B>,
+        n: usize,
+        x0: &B::Tensor,
+        h: &B::Tensor,
+        batch: &Batch<'_, B::Tensor>,
+        carry: Option<&Carry<B::Tensor>>,
+        result: &mut Forward<B>,
+    ) -> Result<B::Tensor> {
+        let (gain, shift) = (p.get("loop_norm")?, p.iteration(n, self.config.width)?);
+        let (normed, norm) = RmsNorm::forward(
+            b,
+            &configs::NORM,
+            rms_norm::Inputs { x: h },
+            rms_norm::Params { gain: &gain, shift: Some(&shift) },
+        )?;
+        let u = &normed.y;
+        let c = normed.c.as_ref().expect("a norm with a shift returns the shifted row");
+        let (gates, controller) = Controller::forward(
+            b,
+            &configs::controller(self.config.experts),
+            controller::Inputs { c, x0 },
+            controller::Params { weight: &p.get("controller")? },
+        )?;
+        let (attn, attention) = self.attention(b, p, u, carry)?;
+        let (dense, dense_saved) = self.linear(b, p, "dense", u)?;
+        let (experts, expert) = self.experts(b, p, u)?;
+        let (y, blend) = Blend::forward(
+            b,
+            &configs::BLEND,
+            blend::Inputs { gates: &gates.gates, attn: &attn, dense: &dense, experts: &experts, memory: None },
+        )?;
+        let (next, residual) = Residual::forward(
+            b,
+            &configs::RESIDUAL,
+            residual::Inputs { c, y: &y.y },
+            residual::Params { rho: &p.get("rho")? },
+        )?;
+        let h = next.h;
+        let (s, out) = self.spectral(b, p, ["out.u", "out.s", "out.v"], &h)?;
+        let (f, final_norm) = RmsNorm::forward(
+            b,
+            &configs::NORM,
+            rms_norm::Inputs { x: &s },
+            rms_norm::Params { gain: &p.get("final_norm")?, shift: None },
+        )?;
+        let (logits, head) = self.spectral(b, p, ["head.u", "head.s", "head.v"], &f.y)?;
+        let mut cross_entropy = None;
+        if let Some(targets) = batch.targets {
+            let (ce, saved) = CrossEntropy::forward(
+                b,
+                &configs::cross_entropy(batch.denominator),
+                cross_entropy::Inputs { logits: &logits, targets, mask: None },
+            )?;
+            result.losses.push(ce.loss);
+            result.nll = ce.nll;
+            cross_entropy = Some(saved);
+        }
+        result.logits.push(logits);
+        result.carry.push(attention.carry);
+        result.iterations.push(Saved {
+            norm,
+            controller,
+            attention: attention.saved,
+            dense: dense_saved,
+            expert,
+            blend,
+            residual,
+            out,
+            final_norm,
+            head,
+            cross_entropy,
+        });
+        Ok(h)
+    }
+
+    /// `x W` for the named weight.
+    pub(super) fn linear(
+        &self,
+        b: &B,
+        p: &Views<'_, B>,
+        name: &str,
+        x: &B::Tensor,
+    ) -> Result<(B::Tensor, <B as Linear>::Saved)> {
+        let params = linear::Params { weight: &p.get(name)?, bias: None };
+        let (outputs, saved) = Linear::forward(b, &configs::LINEAR, linear::Inputs { x }, params)?;
+        Ok((outputs.y, saved))
+    }
+
+    /// The spectral linear of the three named factors.
+    fn spectral(
+        &self,
+        b: &B,
+        p: &Views<'_, B>,
+        [u, s, v]: [&str; 3],
+        x: &B::Tensor,
+    ) -> Result<(B::Tensor, <B as Spectral>::Saved)> {
+        let params = spectral::Params { u: &p.get(u)?, s: &p.get(s)?, v: &p.get(v)? };
+        let (outputs, saved) = Spectral::forward(b, &configs::SPECTRAL, spectral::Inputs { x }, params)?;
+        Ok((outputs.y, saved))
+    }
+
+    fn experts(&self, b: &B, p: &Views<'_, B>, u: &B::Tensor) -> Result<(B::Tensor, <B as Expert>::Saved)> {
+        let params = expert_params(p)?;
+        let (outputs, saved) = Expert::forward(b, &configs::EXPERT, expert::Inputs { u }, params.as_ref())?;
+        Ok((outputs.y, saved))
+    }
+}
+
+/// The experts' factors.
+pub(super) fn expert_params<B: Backend>(p: &Views<'_, B>) -> Result<expert::Params<B::Tensor>> {
+    Ok(expert::Params {
+        up_u: p.get("expert.up_u")?,
+        up_s: p.get("expert.up_s")?,
+        up_v: p.get("expert.up_v")?,
+        down_u: p.get("expert.down_u")?,
+        down_s: p.get("expert.down_s")?,
+        down_v: p.get("expert.down_v")?,
+        gate_u: None,
+        gate_s: None,
+        gate_v: None,
+    })
+}

@@ -1,0 +1,309 @@
+//! The parameter table: every tensor's name, shape, place in the flat buffer, group and initial values.
+//!
+//! Parameters live in one flat buffer; gradients and moments mirror it, so that clip, AdamW and the norm are one
+//! operation each over ranges. The table is a function of the model's shape alone.
+
+use std::ops::Range;
+
+use nalgebra::DMatrix;
+use rand::RngExt;
+use rand_chacha::ChaCha8Rng;
+use rand_distr::StandardNormal;
+
+use crate::config::ModelConfig;
+use crate::rng::{Purpose, stream};
+
+/// Width of the bottleneck through which the decay logit is projected.
+pub const DECAY_RANK: usize = 64;
+
+/// Taps of the short convolutions.
+pub const CONV_WIDTH: usize = 4;
+
+/// Bytes are the vocabulary.
+pub const VOCABULARY: usize = 256;
+
+/// How a tensor starts.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Init {
+    /// Every element the same.
+    Constant(f64),
+    /// Normal with this standard deviation.
+    Normal(f64),
+    /// Uniform in plus or minus this.
+    Uniform(f64),
+    /// Orthonormal columns: the Q of a Householder QR of a normal matrix, signs fixed so that R has a positive diagonal.
+    Orthonormal,
+    /// The decay bias -ln(5 tau - 1), tau log-uniform in [2, 500] tokens, so that the bounded gate at a zero logit decays
+    /// with time constant tau.
+    DecayBias,
+}
+
+/// Which update rule a tensor follows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Group {
+    /// AdamW with weight decay.
+    Matrix,
+    /// AdamW without weight decay: norms, gates, scalars, taps, and the spectral factors, whose size retraction fixes.
+    Vector,
+}
+
+impl Group {
+    /// The word in tables.
+    pub fn word(self) -> &'static str {
+        match self {
+            Group::Matrix => "adamw",
+            Group::Vector => "adamw, no decay",
+        }
+    }
+}
+
+/// One parameter tensor.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Param {
+    /// Its name in checkpoints and tables.
+    pub name: &'static str,
+    /// Its shape; `[E, rows, columns]` for experts.
+    pub shape: Vec<usize>,
+    /// First element in the flat buffer.
+    pub start: usize,
+    /// How it starts.
+    pub init: Init,
+    /// Its update rule.
+    pub group: Group,
+    /// Whether retraction keeps its columns orthonormal after every step.
+    pub retracted: bool,
+}
+
+impl Param {
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Whether there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Its place in the flat buffer.
+    pub fn range(&self) -> Range<usize> {
+        self.start..self.start + self.len()
+    }
+}
+
+/// All parameters of a model, in the order of the flat buffer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Table {
+    /// The tensors.
+    pub params: Vec<Param>,
+}
+
+impl Table {
+    /// The table of a model.
+    pub fn new(m: &ModelConfig) -> Self {
+        let (d, heads, k) = (m.width, m.heads, m.head_width);
+        let (inner, experts, f) = (heads * k, m.experts, m.ffn_width);
+        let rank = |a: usize, b: usize| m.rank.min(a).min(b);
+        let (r_ffn, r_out, r_head) = (rank(d, f), rank(d, d), rank(d, VOCABULARY));
+        let kda = Init::Normal(0.02);
+        let by_width = |n: usize| Init::Uniform((n as f64).powf(-0.5));
+        let mut table = Self { params: Vec::new() };
+        let mut matrix = |name, shape: &[usize], init| table.add(name, shape, init, Group::Matrix, false);
+        matrix("embedding", &[VOCABULARY, d], Init::Normal(1.0));
+        matrix("controller", &[2 * d, 3 + experts], by_width(2 * d));
+        for name in ["kda.q", "kda.k"] {
+            matrix(name, &[d, inner], kda);
+        }
+        for name in ["kda.v", "kda.gate"] {
+            matrix(name, &[d, inner], kda);
+        }
+        matrix("kda.decay_down", &[d, DECAY_RANK], kda);
+        matrix("kda.decay_up", &[DECAY_RANK, inner], kda);
+        matrix("kda.beta", &[d, heads], kda);
+        matrix("kda.out", &[inner, d], kda);
+        matrix("dense", &[d, d], by_width(d));
+        let mut factor = |name, shape: &[usize]| table.add(name, shape, Init::Orthonormal, Group::Vector, true);
+        factor("expert.up_u", &[experts, d, r_ffn]);
+        factor("expert.up_v", &[experts, f, r_ffn]);
+        factor("expert.down_u", &[experts, f, r_ffn]);
+        factor("expert.down_v", &[experts, d, r_ffn]);
+        factor("out.u", &[d, r_out]);
+        factor("out.v", &[d, r_out]);
+        factor("head.u", &[d, r_head]);
+        factor("head.v", &[VOCABULARY, r_head]);
+        let mut vector = |name, shape: &[usize], init| table.add(name, shape, init, Group::Vector, false);
+        vector("iteration", &[m.iterations, d], Init::Constant(0.0));
+        vector("loop_norm", &[d], Init::Constant(1.0));
+        vector("final_norm", &[d], Init::Constant(1.0));
+        for name in ["kda.conv_q", "kda.conv_k", "kda.conv_v"] {
+            vector(name, &[CONV_WIDTH, inner], Init::Uniform(0.5));
+        }
+        vector("kda.a_log", &[heads], Init::Constant(0.0));
+        vector("kda.dt_bias", &[heads, k], Init::DecayBias);
+        vector("kda.norm", &[k], Init::Constant(1.0));
+        vector("expert.up_s", &[experts, r_ffn], Init::Constant(1.0));
+        vector("expert.down_s", &[experts, r_ffn], Init::Constant(1.0));
+        vector("out.s", &[r_out], Init::Constant(1.0));
+        vector("head.s", &[r_head], Init::Constant(1.0));
+        vector("rho", &[1], Init::Constant(1.0));
+        table
+    }
+
+    fn add(&mut self, name: &'static str, shape: &[usize], init: Init, group: Group, retracted: bool) {
+        let start = self.len();
+        self.params.push(Param { name, shape: shape.to_vec(), start, init, group, retracted });
+    }
+
+    /// Elements of the flat buffer.
+    pub fn len(&self) -> usize {
+        self.params.last().map_or(0, |p| p.range().end)
+    }
+
+    /// Whether there are no parameters.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The parameter of that name.
+    ///
+    /// # Panics
+    /// If there is none: names are written in this crate only.
+    pub fn get(&self, name: &str) -> &Param {
+        self.params.iter().find(|p| p.name == name).unwrap_or_else(|| panic!("the table has no parameter `{name}`"))
+    }
+
+    /// The ranges of one group, neighbours joined.
+    pub fn ranges(&self, group: Group) -> Vec<Range<usize>> {
+        let mut ranges: Vec<Range<usize>> = Vec::new();
+        for param in self.params.iter().filter(|p| p.group == group) {
+            match ranges.last_mut() {
+                Some(last) if last.end == param.start => last.end = param.range().end,
+                _ => ranges.push(param.range()),
+            }
+        }
+        ranges
+    }
+
+    /// Initial values of the flat buffer: a function of the seed and the table alone.
+    pub fn initial(&self, seed: u64) -> Vec<f64> {
+        let mut flat = Vec::with_capacity(self.len());
+        for (row, param) in self.params.iter().enumerate() {
+            let mut rng = stream(seed, Purpose::Init, 0, row as u64);
+            flat.extend(initial_values(param, &mut rng));
+        }
+        flat
+    }
+}
+
+fn initial_values(param: &Param, rng: &mut ChaCha8Rng) -> Vec<f64> {
+    let len = param.len();
+    match param.init {
+        Init::Constant(value) => vec![value; len],
+        Init::Normal(deviation) => (0..len).map(|_| deviation * rng.sample::<f64, _>(StandardNormal)).collect(),
+        Init::Uniform(bound) => (0..len).map(|_| rng.random_range(-bound..bound)).collect(),
+        Init::DecayBias => (0..len)
+            .map(|_| {
+                let tau = rng.random_range(2f64.ln()..500f64.ln()).exp();
+                -(5.0 * tau - 1.0).ln()
+            })
+            .collect(),
+        Init::Orthonormal => {
+            let (rows, columns) = (param.shape[param.shape.len() - 2], param.shape[param.shape.len() - 1]);
+            (0..len / (rows * columns)).flat_map(|_| orthonormal(rows, columns, rng)).collect()
+        }
+    }
+}
+
+/// A `[rows, columns]` matrix with orthonormal columns, row-major.
+fn orthonormal(rows: usize, columns: usize, rng: &mut ChaCha8Rng) -> Vec<f64> {
+    let normal = DMatrix::<f64>::from_fn(rows, columns, |_, _| rng.sample(StandardNormal));
+    let qr = normal.qr();
+    let (q, r) = (qr.q(), qr.r());
+    let mut out = Vec::with_capacity(rows * columns);
+    for i in 0..rows {
+        for j in 0..columns {
+            // QR is unique once the diagonal of R is positive, so the result does not depend on the library's signs.
+            out.push(q[(i, j)] * if r[(j, j)] < 0.0 { -1.0 } else { 1.0 });
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::preset;
+
+    fn small() -> ModelConfig {
+        let nano = preset("nano").expect("nano is a preset");
+        ModelConfig {
+            width: 768,
+            heads: 12,
+            head_width: 64,
+            ffn_width: 2048,
+            iterations: 2,
+            rank: 64,
+            experts: 3,
+            ..nano.model
+        }
+    }
+
+    #[test]
+    fn the_benchmark_model_has_the_documented_count_without_memory_and_jepa() {
+        // 8,996,429 in all, less the n-gram table (3,145,728), its projections (147,456), the predictor with its
+        // LayerNorm (591,360) and the mask vector (768).
+        assert_eq!(Table::new(&small()).len(), 8_996_429 - 3_145_728 - 147_456 - 591_360 - 768);
+    }
+
+    #[test]
+    fn every_parameter_is_in_exactly_one_group() {
+        let table = Table::new(&small());
+        let mut covered = vec![0; table.len()];
+        for group in [Group::Matrix, Group::Vector] {
+            for range in table.ranges(group) {
+                covered[range].iter_mut().for_each(|n| *n += 1);
+            }
+        }
+        assert!(covered.iter().all(|&n| n == 1));
+    }
+
+    #[test]
+    fn the_seed_reaches_the_initial_values() {
+        let table = Table::new(&preset("tiny").expect("tiny is a preset").model);
+        assert_eq!(table.initial(1), table.initial(1));
+        assert_ne!(table.initial(1), table.initial(2));
+    }
+
+    #[test]
+    fn factors_start_orthonormal() {
+        let table = Table::new(&preset("tiny").expect("tiny is a preset").model);
+        let flat = table.initial(3);
+        for param in table.params.iter().filter(|p| p.retracted) {
+            let (rows, columns) = (param.shape[param.shape.len() - 2], param.shape[param.shape.len() - 1]);
+            for matrix in flat[param.range()].chunks(rows * columns) {
+                let x = DMatrix::from_row_slice(rows, columns, matrix);
+                let error = (x.transpose() * &x - DMatrix::identity(columns, columns)).norm();
+                assert!(error < 1e-12, "{}: {error:e}", param.name);
+            }
+        }
+    }
+
+    #[test]
+    fn the_decay_bias_gives_time_constants_from_2_to_500_tokens() {
+        let table = Table::new(&small());
+        let flat = table.initial(0);
+        let taus: Vec<f64> = flat[table.get("kda.dt_bias").range()]
+            .iter()
+            // g = -5 sigma(bias) is the log of the decay per token, and tau = -1 / g.
+            .map(|bias| (1.0 + (-bias).exp()) / 5.0)
+            .collect();
+        assert!(taus.iter().all(|tau| (2.0..=500.0).contains(tau)));
+        // Log-uniform: a third of the draws in each third of ln 250, within four standard errors of 768 draws.
+        let third = 250f64.ln() / 3.0;
+        for i in 0..3 {
+            let inside = |tau: &&f64| ((*tau / 2.0).ln() / third).floor() as i32 == i;
+            let share = taus.iter().filter(inside).count() as f64 / taus.len() as f64;
+            assert!((share - 1.0 / 3.0).abs() < 4.0 * (2.0 / 9.0 / taus.len() as f64).sqrt(), "third {i}: {share}");
+        }
+    }
+}

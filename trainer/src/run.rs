@@ -1,0 +1,261 @@
+//! The run folder: everything one run leaves behind.
+//!
+//! `config.toml` (resolved), `run.json` (provenance, one entry a start), `data.json` (which bytes), `metrics.jsonl` (one line a
+//! step, evaluation and drift check), `samples.jsonl`, `anchors.json`, `checkpoints/`.
+
+use std::fs::{File, OpenOptions};
+use std::io::{Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, bail};
+use serde_json::Value;
+
+use crate::config::{Config, ConfigError};
+use crate::data::Manifest;
+use crate::host;
+
+/// A run folder that exists.
+#[derive(Clone, Debug)]
+pub struct RunFolder {
+    path: PathBuf,
+}
+
+impl RunFolder {
+    /// Creates the folder of a new run, with its configuration, provenance and data manifest.
+    ///
+    /// # Errors
+    /// A usage error if the folder exists: runs are never overwritten.
+    pub fn create(
+        runs: &Path,
+        name: Option<&str>,
+        config: &Config,
+        data: &Manifest,
+        provenance: &Value,
+    ) -> anyhow::Result<RunFolder> {
+        let default = || format!("{}-{}-{}", config.preset, host::now_compact(), &config.hash()[..6]);
+        let name = name.map_or_else(default, str::to_owned);
+        if name.is_empty() || name.contains('/') || name.starts_with('.') {
+            bail!(ConfigError::Usage(format!(
+                "train: --name `{name}` is no name for a folder; give one without `/` that does not begin with a dot"
+            )));
+        }
+        let path = runs.join(name);
+        if path.exists() {
+            bail!(ConfigError::Usage(format!(
+                "train: `{0}` exists and is not overwritten; give another --name, or continue it with --resume {0}",
+                path.display()
+            )));
+        }
+        std::fs::create_dir_all(&path).with_context(|| cannot_write(&path))?;
+        let run = RunFolder { path };
+        run.write("config.toml", &config.to_toml())?;
+        run.write("data.json", &pretty(data))?;
+        run.write("run.json", &pretty(&vec![provenance]))?;
+        Ok(run)
+    }
+
+    /// Opens the folder of a run.
+    ///
+    /// # Errors
+    /// A usage error if it is not one.
+    pub fn open(path: &Path) -> anyhow::Result<RunFolder> {
+        if !path.join("config.toml").is_file() || !path.join("data.json").is_file() {
+            bail!(ConfigError::Usage(format!(
+                "`{}` is not a run folder: it has no config.toml and data.json; give the folder that train printed",
+                path.display()
+            )));
+        }
+        Ok(RunFolder { path: path.to_owned() })
+    }
+
+    /// The run under `runs` that started last and has a checkpoint folder.
+    pub fn newest(runs: &Path) -> Option<RunFolder> {
+        let mut found = Vec::new();
+        for entry in std::fs::read_dir(runs).ok()?.flatten() {
+            let Ok(run) = RunFolder::open(&entry.path()) else { continue };
+            let Ok(modified) = std::fs::metadata(run.checkpoints()).and_then(|metadata| metadata.modified()) else {
+                continue;
+            };
+            found.push((modified, entry.path()));
+        }
+        found.sort();
+        found.pop().map(|(_, path)| RunFolder { path })
+    }
+
+    /// Where it lies.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The folder of its checkpoints.
+    pub fn checkpoints(&self) -> PathBuf {
+        self.path.join("checkpoints")
+    }
+
+    /// The resolved configuration.
+    pub fn config(&self) -> anyhow::Result<Config> {
+        let path = self.path.join("config.toml");
+        let text = std::fs::read_to_string(&path).with_context(|| format!("run: cannot read `{}`", path.display()))?;
+        Ok(Config::from_toml(&text, &path)?)
+    }
+
+    /// Which bytes the run trains on.
+    pub fn data_manifest(&self) -> anyhow::Result<Manifest> {
+        let path = self.path.join("data.json");
+        let text = std::fs::read_to_string(&path).with_context(|| format!("run: cannot read `{}`", path.display()))?;
+        serde_json::from_str(&text).with_context(|| format!("run: `{}` is not a data manifest", path.display()))
+    }
+
+    /// Notes one more start of the run, and the configuration it goes on with.
+    pub fn record_resume(&self, config: &Config, provenance: &Value) -> anyhow::Result<()> {
+        let path = self.path.join("run.json");
+        let stored = std::fs::read_to_string(&path).ok().and_then(|text| serde_json::from_str(&text).ok());
+        let mut starts: Vec<Value> = stored.unwrap_or_default();
+        starts.push(provenance.clone());
+        self.write("run.json", &pretty(&starts))?;
+        self.write("config.toml", &config.to_toml())
+    }
+
+    /// Writes a file of the run whole: a reader sees the old text or the new, never a part.
+    pub fn write(&self, name: &str, text: &str) -> anyhow::Result<()> {
+        let path = self.path.join(name);
+        let unfinished = self.path.join(format!("{name}.tmp"));
+        let write = || {
+            let mut file = File::create(&unfinished)?;
+            file.write_all(text.as_bytes())?;
+            file.sync_all()?;
+            std::fs::rename(&unfinished, &path)
+        };
+        write().with_context(|| cannot_write(&path))
+    }
+}
+
+fn cannot_write(path: &Path) -> String {
+    format!("run: cannot write `{}`; free some space, make the folder writable, or use another with --runs", path.display())
+}
+
+fn pretty(value: &impl serde::Serialize) -> String {
+    serde_json::to_string_pretty(value).expect("the value has string keys only")
+}
+
+/// A file of JSON lines that survives a full disk: a line is in it whole or not at all.
+pub struct JsonLines {
+    path: PathBuf,
+    file: File,
+    good_len: u64,
+    lost: u64,
+}
+
+impl JsonLines {
+    /// Opens the file for appending after its last line with `step` up to `done`: a resumed run writes the later ones again.
+    pub fn open(path: &Path, done: u64) -> anyhow::Result<JsonLines> {
+        let open = || -> std::io::Result<JsonLines> {
+            let kept = std::fs::read(path).map_or(0, |bytes| kept_len(&bytes, done));
+            let mut file = OpenOptions::new().create(true).truncate(false).write(true).open(path)?;
+            file.set_len(kept)?;
+            file.seek(SeekFrom::End(0))?;
+            Ok(JsonLines { path: path.to_owned(), file, good_len: kept, lost: 0 })
+        };
+        open().with_context(|| cannot_write(path))
+    }
+
+    /// Appends a line. The first of a series of failures is returned as a warning; training goes on without the line.
+    pub fn push(&mut self, value: &Value) -> Option<String> {
+        let line = format!("{value}\n");
+        match self.file.write_all(line.as_bytes()) {
+            Ok(()) => {
+                self.good_len += line.len() as u64;
+                let lost = std::mem::take(&mut self.lost);
+                (lost > 0).then(|| format!("run: `{}` can be written again; {lost} lines are missing", self.path.display()))
+            }
+            Err(error) => {
+                // What was written of the line goes again. If even that fails, so will the next line, and it tries again.
+                let _ = self.file.set_len(self.good_len).and_then(|()| self.file.seek(SeekFrom::Start(self.good_len)));
+                self.lost += 1;
+                (self.lost == 1).then(|| {
+                    format!("run: cannot write `{}`: {error}; training goes on without its lines", self.path.display())
+                })
+            }
+        }
+    }
+}
+
+/// Bytes of the leading lines that are whole and belong to step `done` or before.
+fn kept_len(bytes: &[u8], done: u64) -> u64 {
+    let mut kept = 0;
+    for line in bytes.split_inclusive(|&byte| byte == b'\n') {
+        let step = serde_json::from_slice::<Value>(line).ok().and_then(|value| value["step"].as_u64());
+        match step {
+            Some(step) if step <= done && line.ends_with(b"\n") => kept += line.len() as u64,
+            _ => break,
+        }
+    }
+    kept
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::{JsonLines, RunFolder};
+    use crate::config::preset;
+    use crate::data::{Corpus, Manifest};
+    use crate::exit::Exit;
+
+    #[test]
+    fn a_run_is_never_overwritten_and_can_be_found_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let config = preset("tiny").unwrap();
+        let manifest = Manifest::of(&Corpus::shipped(), None).unwrap();
+        let create = |name: Option<&str>| RunFolder::create(folder.path(), name, &config, &manifest, &json!({"seed": 0}));
+        let run = create(Some("a")).unwrap();
+        assert_eq!(run.config().unwrap(), config);
+        assert_eq!(run.data_manifest().unwrap().hash(), manifest.hash());
+        let error = create(Some("a")).unwrap_err();
+        assert_eq!(Exit::of(&error), Exit::Usage);
+        assert!(error.to_string().contains("--resume"), "{error}");
+        for name in ["", "a/b", "..", ".hidden"] {
+            assert_eq!(Exit::of(&create(Some(name)).unwrap_err()), Exit::Usage, "{name:?}");
+        }
+        let unnamed = create(None).unwrap();
+        assert!(unnamed.path().file_name().unwrap().to_str().unwrap().starts_with("tiny-20"));
+        assert!(RunFolder::newest(folder.path()).is_none());
+        std::fs::create_dir(run.checkpoints()).unwrap();
+        assert_eq!(RunFolder::newest(folder.path()).unwrap().path(), run.path());
+        assert_eq!(Exit::of(&RunFolder::open(folder.path()).unwrap_err()), Exit::Usage);
+        run.record_resume(&config, &json!({"seed": 1})).unwrap();
+        let starts: Vec<serde_json::Value> =
+            serde_json::from_str(&std::fs::read_to_string(run.path().join("run.json")).unwrap()).unwrap();
+        assert_eq!(starts.len(), 2);
+    }
+
+    #[test]
+    fn reopened_lines_end_at_the_checkpoint_and_a_torn_line_is_dropped() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let mut lines = JsonLines::open(&path, 0).unwrap();
+        for step in 1..=5 {
+            assert_eq!(lines.push(&json!({"step": step})), None);
+        }
+        let read = || std::fs::read_to_string(&path).unwrap();
+        let mut lines = JsonLines::open(&path, 3).unwrap();
+        assert_eq!(read(), "{\"step\":1}\n{\"step\":2}\n{\"step\":3}\n");
+        lines.push(&json!({"step": 4}));
+        std::fs::write(&path, read() + "{\"step\":5").unwrap();
+        JsonLines::open(&path, 9).unwrap().push(&json!({"step": 6}));
+        assert_eq!(read(), "{\"step\":1}\n{\"step\":2}\n{\"step\":3}\n{\"step\":4}\n{\"step\":6}\n");
+    }
+
+    #[test]
+    fn lines_that_cannot_be_written_warn_once() {
+        let mut lines = JsonLines {
+            path: "/dev/full".into(),
+            file: std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap(),
+            good_len: 0,
+            lost: 0,
+        };
+        assert!(lines.push(&json!({"step": 1})).unwrap().contains("/dev/full"));
+        assert_eq!(lines.push(&json!({"step": 2})), None);
+        assert_eq!(lines.lost, 2);
+    }
+}

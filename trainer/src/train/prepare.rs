@@ -1,0 +1,189 @@
+//! From a request to a run that can take its next step: a new folder, or an old one with its checkpoint loaded.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Context;
+
+use super::Learner;
+use crate::checkpoint::{self, Found};
+use crate::config::{Config, ConfigError, Sources, check_changes, resolve};
+use crate::data::Data;
+use crate::host;
+use crate::progress::Reporter;
+use crate::run::RunFolder;
+
+/// Builds the learner of a configuration.
+pub type Build = fn(&Config) -> anyhow::Result<Box<dyn Learner>>;
+
+/// Which run to go on with.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Resume {
+    /// The newest run that has a checkpoint; a new run if there is none.
+    Auto,
+    /// This run folder.
+    Run(PathBuf),
+}
+
+/// What the command line asked for.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// Where the configuration's values come from.
+    pub sources: Sources,
+    /// Folder of the run folders.
+    pub runs: PathBuf,
+    /// Name of a new run.
+    pub name: Option<String>,
+    /// Run to go on with.
+    pub resume: Option<Resume>,
+    /// Keys that may change the mathematics of a resumed run.
+    pub allow_change: Vec<String>,
+    /// The command line, for provenance.
+    pub command: Vec<String>,
+    /// Print only results and warnings.
+    pub quiet: bool,
+}
+
+/// A run that can take its next step.
+pub struct Prepared {
+    /// Its folder.
+    pub run: RunFolder,
+    /// Its configuration.
+    pub config: Config,
+    /// Its data.
+    pub data: Data,
+    /// Its model and optimiser.
+    pub learner: Box<dyn Learner>,
+    /// Steps done.
+    pub done: u64,
+    /// Which program goes on with it.
+    pub provenance: serde_json::Value,
+    /// Where its lines go.
+    pub reporter: Reporter,
+}
+
+/// Creates or reopens the run of a request.
+///
+/// Nothing is written before configuration, data and model were all found good.
+///
+/// # Errors
+/// Whatever is wrong with them, typed as [`crate::exit::Exit::of`] expects.
+pub fn prepare(request: &Request, build: Build) -> anyhow::Result<Prepared> {
+    match &request.resume {
+        None => start(request, build),
+        Some(Resume::Run(path)) => resume(request, RunFolder::open(path)?, build),
+        Some(Resume::Auto) => match RunFolder::newest(&request.runs) {
+            Some(run) => resume(request, run, build),
+            None => start(request, build),
+        },
+    }
+}
+
+fn start(request: &Request, build: Build) -> anyhow::Result<Prepared> {
+    let mut config = resolve(&request.sources)?;
+    let data = Data::open(&config)?;
+    // A resumed run may start in another folder.
+    for path in [&mut config.data.path, &mut config.data.eval_path].into_iter().flatten() {
+        *path = std::fs::canonicalize(&*path).with_context(|| format!("data: cannot resolve `{}`", path.display()))?;
+    }
+    let learner = build(&config)?;
+    let provenance = host::provenance(&request.command, config.seed);
+    let run = RunFolder::create(&request.runs, request.name.as_deref(), &config, &data.manifest, &provenance)?;
+    let reporter = Reporter::new(config.train.total_steps, request.quiet);
+    if request.resume.is_some() {
+        reporter.note(&format!("no run with a checkpoint in `{}`: this is a new one", request.runs.display()));
+    }
+    describe(&config, &data, &run, &*learner, &reporter);
+    Ok(Prepared { run, config, data, learner, done: 0, provenance, reporter })
+}
+
+fn resume(request: &Request, run: RunFolder, build: Build) -> anyhow::Result<Prepared> {
+    if request.name.is_some() {
+        return Err(ConfigError::Usage("train: --name is for a new run; leave it out with --resume".into()).into());
+    }
+    let Found { path, loaded, skipped } = checkpoint::newest_good(&run.checkpoints())?;
+    // The checkpoint's own configuration counts: it is the one its weights were made with.
+    let stored = Config::from_toml(&loaded.config_toml, &path.join("config.toml"))?;
+    let mut config = resolve(&Sources { base: Some(stored.clone()), ..request.sources.clone() })?;
+    for path in [&mut config.data.path, &mut config.data.eval_path].into_iter().flatten() {
+        *path = std::fs::canonicalize(&*path).unwrap_or_else(|_| path.clone());
+    }
+    let changes = check_changes(&stored, &config, &request.allow_change)?;
+    let data = Data::open(&config)?;
+    run.data_manifest()?.check_unchanged(&data.manifest)?;
+    let mut learner = build(&config)?;
+    learner.import(&loaded.state).with_context(|| format!("train: cannot resume from `{}`", path.display()))?;
+    let provenance = host::provenance(&request.command, config.seed);
+    run.record_resume(&config, &provenance)?;
+    let reporter = Reporter::new(config.train.total_steps, request.quiet);
+    for problem in &skipped {
+        reporter.warn(&format!("skipped: {problem}"));
+    }
+    if let Some(table) = changes {
+        reporter.result(&format!("changed since the checkpoint:\n{}", table.trim_end()));
+    }
+    if stored.train.total_steps != config.train.total_steps {
+        let (then, now) = (stored.train.total_steps, config.train.total_steps);
+        reporter.result(&format!("{now} steps instead of {then}: the learning rate now follows another schedule"));
+    }
+    describe(&config, &data, &run, &*learner, &reporter);
+    let done = loaded.manifest.next_step;
+    reporter.note(&format!("resumed from `{}` after step {done}", path.display()));
+    Ok(Prepared { run, config, data, learner, done, provenance, reporter })
+}
+
+fn describe(config: &Config, data: &Data, run: &RunFolder, learner: &dyn Learner, reporter: &Reporter) {
+    if config.data.path.is_none() {
+        reporter.note("no --data given: training on the text that ships with dormouse, Genesis to Joshua (King James)");
+    }
+    let held_out = if data.eval_corpus.is_some() { "from --eval" } else { "held out of it" };
+    reporter.note(&format!(
+        "data: {} bytes in {} file(s), {} windows of {} bytes an epoch; scored on {} windows of {} bytes {held_out}",
+        data.corpus.len(),
+        data.corpus.files(),
+        data.train.windows_per_epoch(),
+        config.data.seq_bytes,
+        data.eval.windows().len(),
+        config.data.eval_bytes,
+    ));
+    let epochs = data.train.epochs(config.train.total_steps, config.train.batch_rows as u64);
+    reporter.note(&format!("the run sees {:.2} epochs in {} steps", epochs, config.train.total_steps));
+    reporter.note(&parameter_table(learner));
+    reporter.note(&format!("configuration:\n{}", indent(&config.to_toml())));
+    reporter.note(&format!("run folder {}", run.path().display()));
+}
+
+/// Parameters per optimiser group.
+pub fn parameter_table(learner: &dyn Learner) -> String {
+    let mut groups: Vec<(String, usize, usize)> = Vec::new();
+    for parameter in learner.parameters() {
+        let count: usize = parameter.shape.iter().product();
+        match groups.iter_mut().find(|(name, _, _)| *name == parameter.group) {
+            Some((_, tensors, values)) => {
+                *tensors += 1;
+                *values += count;
+            }
+            None => groups.push((parameter.group, 1, count)),
+        }
+    }
+    let all: usize = groups.iter().map(|(_, _, values)| values).sum();
+    let mut text = format!("{all} parameters");
+    for (name, tensors, values) in groups {
+        text.push_str(&format!("\n  {name}: {tensors} tensors, {values} values"));
+    }
+    text
+}
+
+fn indent(text: &str) -> String {
+    text.trim_end().lines().map(|line| format!("  {line}")).collect::<Vec<_>>().join("\n")
+}
+
+/// The command that continues a run.
+pub fn resume_command(program: &str, run: &Path) -> String {
+    format!("{program} train --resume {}", quoted(&run.display().to_string()))
+}
+
+/// A word as a shell reads it back.
+pub fn quoted(word: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,+@%".contains(c);
+    if !word.is_empty() && word.chars().all(plain) { word.to_owned() } else { format!("'{}'", word.replace('\'', "'\\''")) }
+}

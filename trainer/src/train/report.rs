@@ -1,0 +1,89 @@
+//! The lines of metrics.jsonl.
+
+use serde_json::{Value, json};
+
+use super::{Drift, Score, StepRecord};
+
+/// What the loop knows of a step beside its record.
+pub(super) struct StepFacts {
+    pub lr: f64,
+    pub step_ms: f64,
+    pub bytes_per_step: u64,
+}
+
+/// One step. `step` counts steps done, so the first line says 1.
+///
+/// JSON has no NaN and no infinity: such a number is written as null, and named with its value in `nonfinite`.
+pub(super) fn step_line(record: &StepRecord, facts: &StepFacts) -> Value {
+    let readout = record.ce.last().copied().unwrap_or(record.loss);
+    let mut nonfinite: Vec<String> = Vec::new();
+    for (name, value) in [("loss", record.loss), ("grad_norm", record.grad_norm)] {
+        if !value.is_finite() {
+            nonfinite.push(format!("{name}={value}"));
+        }
+    }
+    for (iteration, value) in record.ce.iter().enumerate() {
+        if !value.is_finite() {
+            nonfinite.push(format!("ce[{iteration}]={value}"));
+        }
+    }
+    json!({
+        "kind": "step",
+        "step": record.step + 1,
+        "loss": record.loss,
+        "bpb": readout / std::f64::consts::LN_2,
+        "ce": record.ce,
+        "grad_norm": record.grad_norm,
+        "lr": facts.lr,
+        "applied": record.applied,
+        "nonfinite_gradient_elements": record.nonfinite,
+        "nonfinite": nonfinite,
+        "step_ms": facts.step_ms,
+        "bytes_seen": (record.step + 1) * facts.bytes_per_step,
+    })
+}
+
+pub(super) fn eval_line(done: u64, bytes_per_step: u64, score: &Score) -> Value {
+    let nonfinite: Vec<String> = if score.bpb.is_finite() { vec![] } else { vec![format!("bpb={}", score.bpb)] };
+    json!({
+        "kind": "eval",
+        "step": done,
+        "bpb": score.bpb,
+        "bpb_standard_error": score.standard_error,
+        "windows": score.windows,
+        "bytes_seen": done * bytes_per_step,
+        "nonfinite": nonfinite,
+    })
+}
+
+pub(super) fn drift_line(done: u64, factors: &[Drift]) -> Value {
+    let all: Vec<Value> = factors
+        .iter()
+        .map(|drift| json!({"name": drift.name, "orthonormality": drift.orthonormality, "spread": drift.spread}))
+        .collect();
+    json!({"kind": "drift", "step": done, "factors": all})
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{StepFacts, step_line};
+    use crate::train::StepRecord;
+
+    #[test]
+    fn what_json_cannot_say_is_named() {
+        let facts = StepFacts { lr: 1e-3, step_ms: 2.0, bytes_per_step: 64 };
+        let good = StepRecord { step: 4, loss: 2.0, ce: vec![3.0, 1.0], grad_norm: 0.5, nonfinite: 0, applied: true };
+        let line = step_line(&good, &facts);
+        assert_eq!(line["step"], 5);
+        assert_eq!(line["bytes_seen"], 320);
+        assert_eq!(line["bpb"], 1.0 / std::f64::consts::LN_2);
+        assert_eq!(line["nonfinite"].as_array().unwrap().len(), 0);
+        let bad = StepRecord { loss: f64::NAN, ce: vec![3.0, f64::INFINITY], nonfinite: 7, applied: false, ..good };
+        let line = step_line(&bad, &facts);
+        assert!(line["loss"].is_null());
+        assert_eq!(line["nonfinite"][0], "loss=NaN");
+        assert_eq!(line["nonfinite"][1], "ce[1]=inf");
+        assert_eq!(line["nonfinite_gradient_elements"], 7);
+        assert_eq!(line["applied"], false);
+    }
+}

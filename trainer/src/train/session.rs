@@ -1,0 +1,435 @@
+//! The steps of one process.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use serde_json::{Value, json};
+
+use super::prepare::{Prepared, quoted, resume_command};
+use super::report::{StepFacts, drift_line, eval_line, step_line};
+use super::{Latch, Learner, Score, StepRecord, score};
+use crate::anchors::{Anchors, FIT_LIMIT_BYTES};
+use crate::checkpoint::{self, Facts};
+use crate::config::Config;
+use crate::data::{Data, Prefetch};
+use crate::exit::NonFiniteStop;
+use crate::host;
+use crate::progress::{Reporter, StepLine, gib, printable};
+use crate::run::{JsonLines, RunFolder};
+use crate::schedule::Schedule;
+use crate::signals::Stop;
+
+/// A factor further from orthonormal than this is worth a warning: ten times what the retraction keeps.
+const DRIFT_WARNING: f64 = 1e-3;
+
+/// Bytes of the default sample prompt.
+const PROMPT_BYTES: usize = 48;
+
+/// Where one process ends a run before its last step.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Limits {
+    /// Stop when this many steps are done.
+    pub stop_at_step: Option<u64>,
+    /// Stop after this time.
+    pub max_time: Option<Duration>,
+}
+
+/// How a process ended.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Ending {
+    /// The last step is done, scored and saved.
+    Finished {
+        /// The held-out score.
+        score: Score,
+        /// What it is compared with.
+        anchors: Anchors,
+    },
+    /// Stopped early and saved.
+    Stopped {
+        /// Steps done.
+        done: u64,
+    },
+}
+
+/// Runs a prepared run to its end, a limit or a stop.
+///
+/// # Errors
+/// [`NonFiniteStop`] if the learner latched; a data error; a checkpoint error of the last save. An error of a periodic save is a
+/// warning, and the save is tried again at the next checkpoint.
+pub fn run(prepared: Prepared, limits: Limits, stop: &Stop, program: &str) -> anyhow::Result<Ending> {
+    let Prepared { run, config, data, learner, done, provenance, reporter } = prepared;
+    let eval_windows = data.eval_windows()?;
+    let mut session = Session {
+        metrics: JsonLines::open(&run.path().join("metrics.jsonl"), done)?,
+        samples: JsonLines::open(&run.path().join("samples.jsonl"), done)?,
+        schedule: config.schedule(),
+        saved: if done > 0 { Some(done) } else { None },
+        last_score: None,
+        anchors: None,
+        window: Window::default(),
+        run,
+        config,
+        data,
+        learner,
+        provenance,
+        reporter,
+        eval_windows,
+        program: program.to_owned(),
+    };
+    let ending = session.steps(done, limits, stop);
+    session.reporter.finish();
+    ending
+}
+
+struct Session {
+    run: RunFolder,
+    config: Config,
+    data: Data,
+    learner: Box<dyn Learner>,
+    provenance: Value,
+    reporter: Reporter,
+    metrics: JsonLines,
+    samples: JsonLines,
+    schedule: Schedule,
+    eval_windows: Vec<Vec<u8>>,
+    /// Step of the newest checkpoint of this run.
+    saved: Option<u64>,
+    /// The last score, with its step.
+    last_score: Option<(u64, Score)>,
+    anchors: Option<Anchors>,
+    window: Window,
+    program: String,
+}
+
+/// Steps and their time since the last drain; evaluations and saves are not in it.
+#[derive(Default)]
+struct Window {
+    steps: u32,
+    time: Duration,
+    /// Mean of the last window that had a step.
+    mean: Duration,
+}
+
+impl Session {
+    fn steps(&mut self, start: u64, limits: Limits, stop: &Stop) -> anyhow::Result<Ending> {
+        let total = self.config.train.total_steps;
+        let began = Instant::now();
+        let mut batches = Prefetch::start(
+            self.data.corpus.clone(),
+            self.data.train.clone(),
+            self.config.train.batch_rows,
+            start..total,
+            self.config.train.overfit_one_batch,
+        )
+        .context("data: cannot start the batch worker")?;
+        let mut done = start;
+        while done < total {
+            let limit = limits.stop_at_step.is_some_and(|limit| done >= limit)
+                || limits.max_time.is_some_and(|limit| began.elapsed() >= limit);
+            if limit || stop.requested() {
+                return self.stopped(done);
+            }
+            let step_began = Instant::now();
+            let batch = batches.next()?;
+            self.learner.step(&batch, self.schedule.lr_at(done, total))?;
+            self.window.steps += 1;
+            self.window.time += step_began.elapsed();
+            done += 1;
+
+            let due = |every: u64| done.is_multiple_of(every);
+            // The first step of a process has its line at once: the reader sees that it works.
+            // What is saved is in the log first, or a resumed run would never write it.
+            let reported = due(self.config.log.every_steps) || due(self.config.checkpoint.every_steps);
+            if reported || due(self.config.log.eval_every_steps) || done == start + 1 || done == total {
+                self.log(done)?;
+            }
+            if due(self.config.log.drift_every_steps) {
+                self.check_drift(done)?;
+            }
+            if (due(self.config.log.eval_every_steps) || done == total) && !stop.requested() {
+                self.evaluate(done, stop)?;
+            }
+            if due(self.config.checkpoint.every_steps) && done < total {
+                self.save_or_warn(done);
+            }
+        }
+        self.finish(done, stop)
+    }
+
+    /// Reads the learner's records, writes their lines and looks at the latch.
+    fn log(&mut self, done: u64) -> anyhow::Result<()> {
+        let records = self.learner.drain()?;
+        if self.window.steps > 0 {
+            self.window.mean = self.window.time / self.window.steps;
+        }
+        (self.window.steps, self.window.time) = (0, Duration::ZERO);
+        let total = self.config.train.total_steps;
+        for record in &records {
+            let facts = StepFacts {
+                lr: self.schedule.lr_at(record.step, total),
+                step_ms: 1e3 * self.window.mean.as_secs_f64(),
+                bytes_per_step: self.config.bytes_per_step(),
+            };
+            self.metric(&step_line(record, &facts));
+        }
+        let skipped = records.iter().filter(|record| !record.applied).count();
+        if skipped > 0 {
+            self.reporter.warn(&format!(
+                "{skipped} of the last {} steps had a loss or gradient that is not finite and changed nothing",
+                records.len()
+            ));
+        }
+        if let Some(last) = records.last() {
+            self.print_step(done, last);
+        }
+        match self.learner.latched() {
+            Some(latch) => Err(self.bundle(latch)?.into()),
+            None => Ok(()),
+        }
+    }
+
+    fn print_step(&self, done: u64, record: &StepRecord) {
+        let line = StepLine {
+            done,
+            total: self.config.train.total_steps,
+            loss: record.loss,
+            readout_ce: record.ce.last().copied().unwrap_or(record.loss),
+            grad_norm: record.grad_norm,
+            lr: self.schedule.lr_at(record.step, self.config.train.total_steps),
+            step_time: self.window.mean,
+            bytes_per_step: self.config.bytes_per_step(),
+            held_out_bpb: self.last_score.map(|(_, score)| score.bpb),
+            memory: host::memory_bytes().zip(host::machine_memory_bytes()),
+        };
+        self.reporter.step(done, &line.render());
+    }
+
+    fn metric(&mut self, line: &Value) {
+        if let Some(warning) = self.metrics.push(line) {
+            self.reporter.warn(&warning);
+        }
+    }
+
+    fn check_drift(&mut self, done: u64) -> anyhow::Result<()> {
+        let factors = self.learner.drift()?;
+        self.metric(&drift_line(done, &factors));
+        let Some(worst) = factors.iter().max_by(|a, b| a.orthonormality.total_cmp(&b.orthonormality)) else {
+            return Ok(());
+        };
+        let spread = factors.iter().map(|drift| drift.spread).fold(1.0, f64::max);
+        let line = format!(
+            "step {done} | {} spectral factors, worst |X'X - I|/k {:.1e} ({}), largest spread {spread:.2}",
+            factors.len(),
+            worst.orthonormality,
+            worst.name
+        );
+        // Written so that a NaN warns as well.
+        if worst.orthonormality <= DRIFT_WARNING {
+            self.reporter.note(&line);
+        } else {
+            self.reporter.warn(&format!("{line}; raise optimizer.retract_iterations"));
+        }
+        Ok(())
+    }
+
+    /// Scores, samples and reports; a stop in between leaves what is not done undone.
+    fn evaluate(&mut self, done: u64, stop: &Stop) -> anyhow::Result<()> {
+        let Some(score) = score(&mut *self.learner, &self.eval_windows, stop)? else {
+            return Ok(());
+        };
+        self.last_score = Some((done, score));
+        self.metric(&eval_line(done, self.config.bytes_per_step(), &score));
+        let passed = match self.anchors()?.passed(score.bpb) {
+            Some(order) => format!("below the n-gram of order {order}"),
+            None => "above every n-gram".into(),
+        };
+        let Score { bpb, standard_error, windows } = score;
+        self.reporter.note(&format!(
+            "step {done} | held-out bpb {bpb:.4} +- {standard_error:.4} on {windows} windows, {passed}"
+        ));
+        self.sample(done, stop)
+    }
+
+    /// The anchors of this run's windows, from its folder if they were measured before.
+    fn anchors(&mut self) -> anyhow::Result<&Anchors> {
+        if self.anchors.is_none() {
+            let path = self.run.path().join("anchors.json");
+            let stored: Option<(String, Anchors)> =
+                std::fs::read_to_string(&path).ok().and_then(|text| serde_json::from_str(&text).ok());
+            let anchors = match stored {
+                Some((hash, anchors)) if hash == self.anchors_key() => anchors,
+                _ => {
+                    let measured = Anchors::measure(&self.data.train_bytes(FIT_LIMIT_BYTES)?, &self.eval_windows);
+                    let text = json!([self.anchors_key(), measured]).to_string();
+                    // The file only saves time; a full disk must not end the run here.
+                    if let Err(error) = self.run.write("anchors.json", &text) {
+                        self.reporter.warn(&format!("{error:#}"));
+                    }
+                    measured
+                }
+            };
+            self.anchors = Some(anchors);
+        }
+        Ok(self.anchors.as_ref().expect("set above"))
+    }
+
+    /// What the anchors depend on.
+    fn anchors_key(&self) -> String {
+        let data = &self.config.data;
+        format!("{}/{}/{}", self.data.manifest.hash(), data.eval_windows, data.eval_bytes)
+    }
+
+    fn sample(&mut self, done: u64, stop: &Stop) -> anyhow::Result<()> {
+        let bytes = self.config.log.sample_bytes;
+        if bytes == 0 {
+            return Ok(());
+        }
+        let prompts: Vec<Vec<u8>> = if self.config.log.prompts.is_empty() {
+            let first = &self.eval_windows[0];
+            vec![first[..PROMPT_BYTES.min(first.len())].to_vec()]
+        } else {
+            self.config.log.prompts.iter().map(|prompt| prompt.clone().into_bytes()).collect()
+        };
+        for (index, prompt) in prompts.iter().enumerate() {
+            for temperature in [0.0, self.config.log.sample_temperature] {
+                let mut drawn = Vec::new();
+                let mut emit = |byte| {
+                    drawn.push(byte);
+                    !stop.requested()
+                };
+                self.learner.sample(prompt, bytes, temperature, self.config.seed, &mut emit)?;
+                if stop.requested() {
+                    return Ok(());
+                }
+                let line = json!({
+                    "step": done,
+                    "prompt": printable(prompt),
+                    "temperature": temperature,
+                    "seed": self.config.seed,
+                    "text": printable(&drawn),
+                });
+                if let Some(warning) = self.samples.push(&line) {
+                    self.reporter.warn(&warning);
+                }
+                if index == 0 && temperature > 0.0 {
+                    self.reporter.note(&format!("step {done} | sample {} >> {}", printable(prompt), printable(&drawn)));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn facts(&self, done: u64) -> Facts {
+        Facts {
+            next_step: done,
+            rows_consumed: done * self.config.train.batch_rows as u64,
+            eval_bpb: self.last_score.filter(|(step, _)| *step == done).map(|(_, score)| score.bpb),
+            config_toml: self.config.to_toml(),
+            config_hash: self.config.hash(),
+            data_hash: self.data.manifest.hash(),
+            provenance: self.provenance.clone(),
+        }
+    }
+
+    fn save(&mut self, done: u64) -> anyhow::Result<PathBuf> {
+        let path = checkpoint::save(&self.run.checkpoints(), &self.learner.export()?, &self.facts(done))?;
+        self.saved = Some(done);
+        let keep = &self.config.checkpoint;
+        if let Err(error) =
+            checkpoint::retain(&self.run.checkpoints(), done, keep.keep_last, keep.keep_every_steps)
+        {
+            self.reporter.warn(&format!("old checkpoints stay: {error}"));
+        }
+        Ok(path)
+    }
+
+    fn save_or_warn(&mut self, done: u64) {
+        match self.save(done) {
+            Ok(path) => self.reporter.note(&format!("step {done} | saved {}", path.display())),
+            Err(error) => self.reporter.warn(&format!(
+                "step {done}: {error:#}; training goes on, the next try is at step {}",
+                (done + self.config.checkpoint.every_steps).min(self.config.train.total_steps)
+            )),
+        }
+    }
+
+    fn stopped(&mut self, done: u64) -> anyhow::Result<Ending> {
+        if self.window.steps > 0 {
+            self.log(done)?;
+        }
+        if self.saved != Some(done) {
+            self.save(done).context("train: the run stops, but its last steps could not be saved")?;
+        }
+        self.reporter.finish();
+        self.reporter.result(&format!("stopped after step {done} of {}, saved", self.config.train.total_steps));
+        self.print_commands(false);
+        Ok(Ending::Stopped { done })
+    }
+
+    fn finish(&mut self, done: u64, stop: &Stop) -> anyhow::Result<Ending> {
+        // A run resumed after its last step has not been scored by this process.
+        if self.last_score.is_none_or(|(step, _)| step != done) && !stop.requested() {
+            self.evaluate(done, stop)?;
+        }
+        let Some((step, score)) = self.last_score.filter(|(step, _)| *step == done) else {
+            return self.stopped(done);
+        };
+        if self.saved != Some(step) {
+            self.save(done).context("train: the last checkpoint could not be saved")?;
+        }
+        let anchors = self.anchors()?.clone();
+        self.reporter.finish();
+        self.reporter.result(&format!(
+            "final held-out bpb model={:.4} {} windows={}",
+            score.bpb,
+            anchors.line(),
+            score.windows
+        ));
+        if let Some(peak) = host::peak_memory_bytes() {
+            self.reporter.result(&format!("peak memory {:.2} GiB", gib(peak)));
+        }
+        self.print_commands(true);
+        Ok(Ending::Finished { score, anchors })
+    }
+
+    fn print_commands(&self, finished: bool) {
+        let run = self.run.path();
+        let mut resume = resume_command(&self.program, run);
+        if finished {
+            let more = 2 * self.config.train.total_steps;
+            resume.push_str(&format!(" --steps {more} --allow-change train.total_steps"));
+        }
+        self.reporter.result(&format!("run folder {}", run.display()));
+        self.reporter.result(&format!("resume    {resume}"));
+        let generate = format!("{} generate {}", self.program, quoted(&run.display().to_string()));
+        self.reporter.result(&format!("generate  {generate} --prompt 'And '"));
+    }
+
+    /// Writes what is needed to look into a run that stopped being finite.
+    fn bundle(&mut self, latch: Latch) -> anyhow::Result<NonFiniteStop> {
+        let Latch { skipped, step } = latch;
+        let folder = self.run.path().join(format!("nonfinite_{:06}", step + 1));
+        let source = if self.config.train.overfit_one_batch { 0 } else { step };
+        let batch = self.data.batch(source, self.config.train.batch_rows)?;
+        let first = self.learner.first_nonfinite(&batch)?;
+        let first = first.unwrap_or_else(|| "none: the batch is finite on the present weights".into());
+        let facts = self.facts(step);
+        checkpoint::write_folder(&folder, &self.learner.export()?, &facts)?;
+        let about = json!({
+            "step": step + 1,
+            "skipped_in_window": skipped,
+            "batch": {"file": "batch.bin", "rows": batch.rows, "bytes_a_row": batch.len + 1, "index": step},
+            "lr": self.schedule.lr_at(step, self.config.train.total_steps),
+            "first_nonfinite": first,
+        });
+        for (name, bytes) in [("batch.bin", batch.bytes), ("nonfinite.json", about.to_string().into_bytes())] {
+            let path = folder.join(name);
+            std::fs::write(&path, bytes).with_context(|| format!("train: cannot write `{}`", path.display()))?;
+        }
+        self.reporter.finish();
+        self.reporter.warn(&format!("first tensor that is not finite: {first}"));
+        self.reporter.result(&format!("replay    {} replay {}", self.program, quoted(&folder.display().to_string())));
+        Ok(NonFiniteStop { skipped, step: step + 1, bundle: folder.display().to_string() })
+    }
+}

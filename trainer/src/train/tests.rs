@@ -1,0 +1,389 @@
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use super::toy::{POISONED_SEED, build};
+use super::{Ending, Learner, Limits, Request, Resume, prepare, run, score};
+use crate::checkpoint::{State, newest_good, verify};
+use crate::config::{Sources, preset};
+use crate::data::{Corpus, Data};
+use crate::exit::Exit;
+use crate::signals::Stop;
+
+/// The settings of these runs: everything happens within 20 steps.
+const SETTINGS: [&str; 12] = [
+    "train.total_steps=20",
+    "data.seq_bytes=32",
+    "data.eval_windows=8",
+    "data.eval_bytes=64",
+    "log.every_steps=5",
+    "log.eval_every_steps=8",
+    "log.drift_every_steps=10",
+    "log.sample_bytes=16",
+    "checkpoint.every_steps=4",
+    "checkpoint.keep_last=2",
+    "optimizer.warmup_min_steps=2",
+    "optimizer.lr=2e-3",
+];
+
+struct Place {
+    folder: tempfile::TempDir,
+}
+
+impl Place {
+    fn new() -> Place {
+        Place { folder: tempfile::tempdir().unwrap() }
+    }
+
+    fn runs(&self) -> PathBuf {
+        self.folder.path().join("runs")
+    }
+
+    fn run(&self, name: &str) -> PathBuf {
+        self.runs().join(name)
+    }
+
+    fn request(&self, name: &str, set: &[&str]) -> Request {
+        let set = SETTINGS.iter().chain(set).map(|argument| (*argument).to_owned()).collect();
+        Request {
+            sources: Sources { preset: Some("tiny".into()), set, ..Sources::default() },
+            runs: self.runs(),
+            name: Some(name.into()),
+            resume: None,
+            allow_change: Vec::new(),
+            command: vec!["dormouse".into(), "train".into()],
+            quiet: true,
+        }
+    }
+
+    fn resume(&self, name: &str, set: &[&str], allow: &[&str]) -> Request {
+        let set = set.iter().map(|argument| (*argument).to_owned()).collect();
+        Request {
+            sources: Sources { set, ..Sources::default() },
+            name: None,
+            resume: Some(Resume::Run(self.run(name))),
+            allow_change: allow.iter().map(|key| (*key).to_owned()).collect(),
+            ..self.request(name, &[])
+        }
+    }
+}
+
+fn go(request: &Request, stop_at_step: Option<u64>) -> anyhow::Result<Ending> {
+    let limits = Limits { stop_at_step, max_time: None };
+    run(prepare(request, build)?, limits, &Stop::new(), "dormouse")
+}
+
+fn state_of(run: &Path) -> State {
+    newest_good(&run.join("checkpoints")).unwrap().loaded.state
+}
+
+fn lines(run: &Path, file: &str) -> Vec<Value> {
+    let text = std::fs::read_to_string(run.join(file)).unwrap();
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// The lines of metrics.jsonl without what depends on the clock.
+fn timeless(run: &Path) -> Vec<Value> {
+    let mut all = lines(run, "metrics.jsonl");
+    for line in &mut all {
+        line.as_object_mut().unwrap().remove("step_ms");
+    }
+    all
+}
+
+fn steps_in(run: &Path) -> Vec<u64> {
+    let names = std::fs::read_dir(run.join("checkpoints")).unwrap().map(|entry| entry.unwrap().file_name());
+    let mut steps: Vec<u64> =
+        names.map(|name| name.to_str().unwrap().trim_start_matches("step_").parse().unwrap()).collect();
+    steps.sort();
+    steps
+}
+
+#[test]
+fn a_run_learns_and_leaves_everything_it_promised() {
+    let place = Place::new();
+    let Ending::Finished { score, anchors } = go(&place.request("a", &[]), None).unwrap() else {
+        panic!("the run did not finish");
+    };
+    let run = place.run("a");
+    let metrics = lines(&run, "metrics.jsonl");
+    let of = |kind: &str| metrics.iter().filter(|line| line["kind"] == kind).collect::<Vec<_>>();
+    let steps: Vec<u64> = of("step").iter().map(|line| line["step"].as_u64().unwrap()).collect();
+    assert_eq!(steps, (1..=20).collect::<Vec<_>>(), "one line a step, in order");
+    assert!(of("step")[19]["loss"].as_f64().unwrap() < of("step")[0]["loss"].as_f64().unwrap());
+    assert_eq!(of("eval").iter().map(|line| line["step"].as_u64().unwrap()).collect::<Vec<_>>(), [8, 16, 20]);
+    assert_eq!(of("drift").len(), 2);
+    assert_eq!(of("eval")[2]["bpb"].as_f64().unwrap(), score.bpb);
+    assert!(score.bpb < 8.0 && score.windows == 8 && anchors.windows == 8);
+    assert_eq!(lines(&run, "samples.jsonl").len(), 3 * 2);
+    // Newest two, and the best evaluated one, which is the last here.
+    assert_eq!(steps_in(&run), [16, 20]);
+    let manifest = verify(&run.join("checkpoints/step_000020")).unwrap();
+    assert_eq!((manifest.next_step, manifest.updates, manifest.rows_consumed), (20, 20, 80));
+    assert_eq!(manifest.eval_bpb, Some(score.bpb));
+    assert_eq!(manifest.provenance["command"][1], "train");
+    for file in ["config.toml", "run.json", "data.json", "anchors.json"] {
+        assert!(run.join(file).is_file(), "{file}");
+    }
+}
+
+#[test]
+fn ten_and_ten_steps_are_twenty() {
+    let place = Place::new();
+    go(&place.request("whole", &[]), None).unwrap();
+    for cut in [1, 7, 8, 10, 19] {
+        let name = format!("cut{cut}");
+        assert_eq!(go(&place.request(&name, &[]), Some(cut)).unwrap(), Ending::Stopped { done: cut });
+        assert_ne!(state_of(&place.run(&name)), state_of(&place.run("whole")));
+        assert!(matches!(go(&place.resume(&name, &[], &[]), None).unwrap(), Ending::Finished { .. }));
+        assert_eq!(state_of(&place.run(&name)), state_of(&place.run("whole")), "cut at {cut}");
+        assert_eq!(timeless(&place.run(&name)), timeless(&place.run("whole")), "cut at {cut}");
+        assert_eq!(lines(&place.run(&name), "samples.jsonl"), lines(&place.run("whole"), "samples.jsonl"));
+    }
+}
+
+#[test]
+fn a_run_killed_after_its_checkpoint_repeats_the_lost_steps() {
+    let place = Place::new();
+    go(&place.request("whole", &[]), None).unwrap();
+    go(&place.request("killed", &[]), Some(11)).unwrap();
+    let run = place.run("killed");
+    // As after a kill during the save of step 11: steps 9 to 11 are in the log, their checkpoint is not.
+    std::fs::rename(run.join("checkpoints/step_000011"), run.join("checkpoints/step_000011.tmp")).unwrap();
+    go(&place.resume("killed", &[], &[]), None).unwrap();
+    assert_eq!(state_of(&run), state_of(&place.run("whole")));
+    assert_eq!(timeless(&run), timeless(&place.run("whole")));
+    // A checkpoint that is cut short is passed over the same way.
+    go(&place.request("torn", &[]), Some(11)).unwrap();
+    let weights = place.run("torn").join("checkpoints/step_000011/weights.safetensors");
+    let bytes = std::fs::read(&weights).unwrap();
+    std::fs::write(&weights, &bytes[..bytes.len() / 2]).unwrap();
+    go(&place.resume("torn", &[], &[]), None).unwrap();
+    assert_eq!(state_of(&place.run("torn")), state_of(&place.run("whole")));
+}
+
+#[test]
+fn equal_seeds_give_equal_runs_and_other_seeds_do_not() {
+    let place = Place::new();
+    for (name, seed) in [("a", "seed=5"), ("b", "seed=5"), ("c", "seed=6")] {
+        go(&place.request(name, &[seed]), None).unwrap();
+    }
+    assert_eq!(state_of(&place.run("a")), state_of(&place.run("b")));
+    assert_ne!(state_of(&place.run("a")), state_of(&place.run("c")));
+}
+
+#[test]
+fn what_is_reported_and_saved_changes_no_weight() {
+    let place = Place::new();
+    go(&place.request("a", &[]), None).unwrap();
+    let other = ["log.every_steps=1", "log.eval_every_steps=3", "checkpoint.every_steps=20", "log.sample_bytes=0"];
+    go(&place.request("b", &other), None).unwrap();
+    assert_eq!(state_of(&place.run("a")), state_of(&place.run("b")));
+}
+
+#[test]
+fn a_signal_saves_and_the_run_goes_on_from_there() {
+    let place = Place::new();
+    let stop = Stop::new();
+    let prepared = prepare(&place.request("a", &[]), build).unwrap();
+    stop.request();
+    assert_eq!(run(prepared, Limits::default(), &stop, "dormouse").unwrap(), Ending::Stopped { done: 0 });
+    assert_eq!(steps_in(&place.run("a")), [0]);
+    let Ending::Finished { .. } = go(&place.resume("a", &[], &[]), None).unwrap() else { panic!("not finished") };
+    let limits = Limits { max_time: Some(std::time::Duration::ZERO), ..Limits::default() };
+    let prepared = prepare(&place.request("b", &[]), build).unwrap();
+    assert_eq!(run(prepared, limits, &Stop::new(), "dormouse").unwrap(), Ending::Stopped { done: 0 });
+}
+
+#[test]
+fn an_evaluation_notices_a_stop() {
+    let mut learner = build(&preset("tiny").unwrap()).unwrap();
+    let stop = Stop::new();
+    let windows = vec![vec![1, 2, 3]; 20];
+    assert_eq!(score(&mut *learner, &windows, &stop).unwrap().unwrap().windows, 20);
+    stop.request();
+    assert_eq!(score(&mut *learner, &windows, &stop).unwrap(), None);
+}
+
+#[test]
+fn a_score_is_the_mean_over_positions_with_its_standard_error() {
+    let mut learner = build(&preset("tiny").unwrap()).unwrap();
+    let windows: Vec<Vec<u8>> = (0..20).map(|i| (0..65u32).map(|j| (i * 37 + j * j) as u8).collect()).collect();
+    let nats = learner.evaluate(&windows).unwrap();
+    let got = score(&mut *learner, &windows, &Stop::new()).unwrap().unwrap();
+    let bits: Vec<f64> = nats.iter().map(|nats| nats / std::f64::consts::LN_2).collect();
+    assert!((got.bpb - bits.iter().sum::<f64>() / bits.len() as f64).abs() < 1e-12);
+    let means: Vec<f64> = bits.chunks(64).map(|window| window.iter().sum::<f64>() / 64.0).collect();
+    let variance = means.iter().map(|mean| (mean - got.bpb).powi(2)).sum::<f64>() / 19.0;
+    assert!((got.standard_error - (variance / 20.0).sqrt()).abs() < 1e-12);
+}
+
+#[test]
+fn a_failed_periodic_save_is_tried_again_and_a_failed_last_one_ends_the_run() {
+    let place = Place::new();
+    // A file where the checkpoints' folder must be: every save fails, training goes on, the last save is an error.
+    let prepared = prepare(&place.request("a", &[]), build).unwrap();
+    std::fs::write(place.run("a").join("checkpoints"), "in the way").unwrap();
+    let error = run(prepared, Limits::default(), &Stop::new(), "dormouse").unwrap_err();
+    assert_eq!(Exit::of(&error), Exit::Failed);
+    assert!(format!("{error:#}").contains("last checkpoint"), "{error:#}");
+    assert_eq!(lines(&place.run("a"), "metrics.jsonl").iter().filter(|line| line["kind"] == "step").count(), 20);
+
+    // Removed in time, the next save works.
+    struct Unblocking(Box<dyn Learner>, PathBuf, u64);
+    impl Learner for Unblocking {
+        fn step(&mut self, batch: &crate::data::Batch, lr: f64) -> anyhow::Result<()> {
+            if batch.step == self.2 {
+                std::fs::remove_file(&self.1).unwrap();
+            }
+            self.0.step(batch, lr)
+        }
+        fn drain(&mut self) -> anyhow::Result<Vec<super::StepRecord>> {
+            self.0.drain()
+        }
+        fn latched(&self) -> Option<super::Latch> {
+            self.0.latched()
+        }
+        fn evaluate(&mut self, windows: &[Vec<u8>]) -> anyhow::Result<Vec<f64>> {
+            self.0.evaluate(windows)
+        }
+        fn sample(
+            &mut self,
+            prompt: &[u8],
+            bytes: usize,
+            temperature: f64,
+            seed: u64,
+            emit: &mut dyn FnMut(u8) -> bool,
+        ) -> anyhow::Result<()> {
+            self.0.sample(prompt, bytes, temperature, seed, emit)
+        }
+        fn export(&self) -> anyhow::Result<State> {
+            self.0.export()
+        }
+        fn import(&mut self, state: &State) -> anyhow::Result<()> {
+            self.0.import(state)
+        }
+        fn drift(&self) -> anyhow::Result<Vec<super::Drift>> {
+            self.0.drift()
+        }
+        fn parameters(&self) -> Vec<super::Parameter> {
+            self.0.parameters()
+        }
+        fn first_nonfinite(&mut self, batch: &crate::data::Batch) -> anyhow::Result<Option<String>> {
+            self.0.first_nonfinite(batch)
+        }
+    }
+    let mut prepared = prepare(&place.request("b", &["checkpoint.keep_last=9"]), build).unwrap();
+    let blocked = place.run("b").join("checkpoints");
+    std::fs::write(&blocked, "in the way").unwrap();
+    prepared.learner = Box::new(Unblocking(prepared.learner, blocked, 9));
+    run(prepared, Limits::default(), &Stop::new(), "dormouse").unwrap();
+    assert_eq!(steps_in(&place.run("b")), [12, 16, 20]);
+}
+
+#[test]
+fn a_run_that_is_not_finite_stops_with_a_bundle_and_untouched_weights() {
+    let place = Place::new();
+    let poisoned = format!("seed={POISONED_SEED}");
+    let set = [poisoned.as_str(), "log.every_steps=50", "checkpoint.every_steps=50", "log.eval_every_steps=50"];
+    let error = go(&place.request("a", &set), None).unwrap_err();
+    assert_eq!(Exit::of(&error), Exit::NonFinite);
+    assert!(error.to_string().contains("9 steps in one log window"), "{error}");
+    let bundle = place.run("a").join("nonfinite_000014");
+    let about: Value = serde_json::from_slice(&std::fs::read(bundle.join("nonfinite.json")).unwrap()).unwrap();
+    assert_eq!((about["step"].as_u64(), about["first_nonfinite"].as_str()), (Some(14), Some("logits gradient")));
+    let manifest = verify(&bundle).unwrap();
+    assert_eq!(manifest.updates, 5);
+    let config = crate::config::Config::from_toml(
+        &std::fs::read_to_string(bundle.join("config.toml")).unwrap(),
+        "config.toml".as_ref(),
+    )
+    .unwrap();
+    let data = Data::new(&config, Corpus::shipped(), None).unwrap();
+    assert_eq!(std::fs::read(bundle.join("batch.bin")).unwrap(), data.batch(13, 4).unwrap().bytes);
+    // Every skipped step is in the log, marked, with the value that JSON cannot hold.
+    let skipped: Vec<Value> =
+        lines(&place.run("a"), "metrics.jsonl").into_iter().filter(|line| line["applied"] == false).collect();
+    assert!(skipped.len() >= 9 && skipped[0]["nonfinite"][0] == "grad_norm=NaN", "{skipped:?}");
+    // Skipped steps spread thinner than nine a window do not stop the run, and move no weight.
+    go(&place.request("b", &[&poisoned]), None).unwrap();
+    go(&place.request("c", &[&poisoned, "train.total_steps=20"]), Some(5)).unwrap();
+    assert_eq!(state_of(&place.run("b")), state_of(&place.run("c")));
+}
+
+#[test]
+fn a_resumed_run_checks_data_and_configuration() {
+    let place = Place::new();
+    let file = place.folder.path().join("text");
+    std::fs::write(&file, Corpus::shipped().read(0, 60_000).unwrap()).unwrap();
+    let path = format!("data.path={}", file.display());
+    go(&place.request("a", &[&path]), Some(6)).unwrap();
+
+    let refused = go(&place.resume("a", &["optimizer.lr=1e-3"], &[]), None).unwrap_err();
+    assert_eq!(Exit::of(&refused), Exit::Usage);
+    assert!(refused.to_string().contains("--allow-change optimizer.lr"), "{refused}");
+    go(&place.resume("a", &["log.every_steps=2"], &[]), Some(8)).unwrap();
+    go(&place.resume("a", &["optimizer.lr=1e-3"], &["optimizer.lr"]), Some(10)).unwrap();
+    // The allowed change is the run's configuration from then on.
+    go(&place.resume("a", &[], &[]), Some(12)).unwrap();
+    assert!(std::fs::read_to_string(place.run("a").join("config.toml")).unwrap().contains("lr = 0.001"));
+
+    let mut bytes = std::fs::read(&file).unwrap();
+    bytes[3] ^= 1;
+    std::fs::write(&file, &bytes).unwrap();
+    let changed = go(&place.resume("a", &[], &[]), None).unwrap_err();
+    assert_eq!(Exit::of(&changed), Exit::Data);
+    assert!(changed.to_string().contains("text` changed"), "{changed}");
+    std::fs::remove_file(&file).unwrap();
+    assert_eq!(Exit::of(&go(&place.resume("a", &[], &[]), None).unwrap_err()), Exit::Data);
+}
+
+#[test]
+fn a_finished_run_can_be_scored_again_and_extended() {
+    let place = Place::new();
+    let first = go(&place.request("a", &[]), None).unwrap();
+    assert_eq!(go(&place.resume("a", &[], &[]), None).unwrap(), first);
+    let longer = place.resume("a", &["train.total_steps=24"], &["train.total_steps"]);
+    assert!(matches!(go(&longer, None).unwrap(), Ending::Finished { .. }));
+    assert!(steps_in(&place.run("a")).contains(&24));
+}
+
+#[test]
+fn auto_takes_the_newest_run_or_begins_one() {
+    let place = Place::new();
+    let auto = Request { resume: Some(Resume::Auto), ..place.request("a", &[]) };
+    go(&auto, Some(6)).unwrap();
+    let again = Request { name: None, sources: Sources::default(), ..auto };
+    assert!(matches!(go(&again, None).unwrap(), Ending::Finished { .. }));
+    assert_eq!(std::fs::read_dir(place.runs()).unwrap().count(), 1);
+}
+
+#[test]
+fn overfitting_one_batch_takes_its_loss_below_any_other() {
+    let place = Place::new();
+    go(&place.request("a", &["train.overfit_one_batch=true"]), None).unwrap();
+    go(&place.request("b", &[]), None).unwrap();
+    let last = |name: &str| {
+        let all = lines(&place.run(name), "metrics.jsonl");
+        all.iter().rfind(|line| line["kind"] == "step").unwrap()["loss"].as_f64().unwrap()
+    };
+    assert!(last("a") < 0.8 * last("b"), "{} {}", last("a"), last("b"));
+}
+
+#[test]
+fn nothing_is_written_before_the_request_was_found_good() {
+    let place = Place::new();
+    for (set, exit) in [("train.batch_rows=0", Exit::Usage), ("data.path=/missing", Exit::Data)] {
+        assert_eq!(Exit::of(&prepare(&place.request("a", &[set]), build).err().unwrap()), exit);
+    }
+    let failing = |_: &crate::config::Config| anyhow::bail!("no model");
+    assert_eq!(Exit::of(&prepare(&place.request("a", &[]), failing).err().unwrap()), Exit::Failed);
+    assert!(!place.runs().exists());
+    let file = place.folder.path().join("file");
+    std::fs::write(&file, "").unwrap();
+    std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o600)).unwrap();
+    let in_a_file = Request { runs: file, ..place.request("a", &[]) };
+    let error = prepare(&in_a_file, build).err().unwrap();
+    assert!(format!("{error:#}").contains("--runs"), "{error:#}");
+}
