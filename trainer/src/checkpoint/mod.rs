@@ -11,7 +11,7 @@ mod store;
 
 pub use disk::free_bytes;
 pub use state::{State, Tensor, TensorData};
-pub use store::{Found, newest_good, retain};
+pub use store::{Found, best_good, list, newest_good, retain};
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -30,9 +30,11 @@ const MANIFEST: &str = "manifest.json";
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum CheckpointError {
-    #[error("checkpoint: cannot {operation} `{path}`: {source}; {fix}")]
-    Io { operation: &'static str, path: PathBuf, source: std::io::Error, fix: &'static str },
-    #[error("checkpoint: `{path}` needs {needed} bytes, {free} are free; free some space, or lower checkpoint.keep_last")]
+    #[error("checkpoint: cannot {operation} `{path}`: {cause}; {fix}")]
+    Io { operation: &'static str, path: PathBuf, cause: std::io::Error, fix: &'static str },
+    #[error(
+        "checkpoint: `{path}` needs {needed} bytes, {free} are free; free some space, or lower checkpoint.keep_last"
+    )]
     NoSpace { path: PathBuf, needed: u64, free: u64 },
     #[error("checkpoint: `{path}` is damaged: {problem}; an older one may be good")]
     Damaged { path: PathBuf, problem: String },
@@ -141,10 +143,7 @@ pub fn write_folder(folder: &Path, state: &State, facts: &Facts) -> Result<(), C
     let mut entries = BTreeMap::new();
     for (name, bytes) in files {
         disk::write_synced(&folder.join(name), &bytes)?;
-        entries.insert(
-            name.to_owned(),
-            FileEntry { bytes: bytes.len() as u64, crc32c: crc32c::crc32c(&bytes) },
-        );
+        entries.insert(name.to_owned(), FileEntry { bytes: bytes.len() as u64, crc32c: crc32c::crc32c(&bytes) });
     }
     let manifest = Manifest {
         format: FORMAT,
@@ -172,7 +171,10 @@ pub fn read_manifest(folder: &Path) -> Result<Manifest, CheckpointError> {
     match value.get("format").and_then(serde_json::Value::as_u64) {
         Some(format) if format == u64::from(FORMAT) => {}
         Some(format) => {
-            return Err(CheckpointError::Format { path: folder.to_owned(), got: format.try_into().unwrap_or(u32::MAX) });
+            return Err(CheckpointError::Format {
+                path: folder.to_owned(),
+                got: format.try_into().unwrap_or(u32::MAX),
+            });
         }
         None => return Err(damaged(format!("{MANIFEST} has no format"))),
     }

@@ -1,6 +1,8 @@
 use std::path::Path;
 
-use super::{CheckpointError, Facts, State, Tensor, folder_name, load, newest_good, retain, save, verify};
+use super::{
+    CheckpointError, Facts, State, Tensor, best_good, folder_name, list, load, newest_good, retain, save, verify,
+};
 
 fn state(step: u64) -> State {
     let mut state = State { updates: step, ..State::default() };
@@ -100,7 +102,11 @@ fn discovery_falls_back_to_the_newest_good_one_and_says_so() {
     std::fs::write(folder.path().join("step_1000000").join(super::WEIGHTS), "short").unwrap();
     let found = newest_good(folder.path()).unwrap();
     assert_eq!(found.loaded.manifest.next_step, 200);
-    assert!(found.skipped[0].contains("step_1000000") && found.skipped[0].contains("has 5 bytes"), "{:?}", found.skipped);
+    assert!(
+        found.skipped[0].contains("step_1000000") && found.skipped[0].contains("has 5 bytes"),
+        "{:?}",
+        found.skipped
+    );
     for step in [100, 200] {
         std::fs::remove_file(folder.path().join(folder_name(step)).join(super::MANIFEST)).unwrap();
     }
@@ -117,8 +123,7 @@ fn a_killed_save_is_swept_away_and_a_step_can_be_saved_again() {
     std::fs::write(folder.path().join("step_000060").join(super::OPTIMIZER), "bad").unwrap();
     save(folder.path(), &state(60), &facts(60, Some(2.0))).unwrap();
     assert_eq!(newest_good(folder.path()).unwrap().loaded.manifest.eval_bpb, Some(2.0));
-    let mut names: Vec<_> =
-        std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    let mut names: Vec<_> = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     names.sort();
     assert_eq!(names, ["mine.tmp", "step_000060"]);
 }
@@ -131,6 +136,8 @@ fn retention_keeps_the_newest_the_best_and_the_milestones() {
         let step = 100 * (index as u64 + 1);
         save(folder.path(), &state(step), &facts(step, bpb.is_finite().then_some(*bpb))).unwrap();
     }
+    assert_eq!(best_good(folder.path()).unwrap().loaded.manifest.next_step, 200);
+    assert!(list(folder.path()).unwrap().iter().all(|(_, outcome)| outcome.is_ok()));
     let removed = retain(folder.path(), 600, 2, 300).unwrap();
     assert_eq!(steps(folder.path()), [200, 300, 500, 600]);
     assert_eq!(removed.len(), 2);

@@ -336,9 +336,7 @@ impl Session {
         let path = checkpoint::save(&self.run.checkpoints(), &self.learner.export()?, &self.facts(done))?;
         self.saved = Some(done);
         let keep = &self.config.checkpoint;
-        if let Err(error) =
-            checkpoint::retain(&self.run.checkpoints(), done, keep.keep_last, keep.keep_every_steps)
-        {
+        if let Err(error) = checkpoint::retain(&self.run.checkpoints(), done, keep.keep_last, keep.keep_every_steps) {
             self.reporter.warn(&format!("old checkpoints stay: {error}"));
         }
         Ok(path)
