@@ -5,6 +5,8 @@
 
 pub mod anchors;
 pub mod checkpoint;
+pub mod cli;
+pub mod commands;
 pub mod config;
 pub mod data;
 pub mod exit;
