@@ -23,8 +23,8 @@
 //! accumulate (`+=`) into tensors the caller owns, gradients of activations are returned; B = 0 and T = 0 give empty
 //! results, a head or width of zero is an error; this crate knows no GPU, no random generator and no clock.
 
-pub mod blend;
 pub mod adamw;
+pub mod blend;
 pub mod checked;
 pub mod controller;
 pub mod cpu;
