@@ -12,7 +12,8 @@
 //!
 //! A row that is wrong hides in the global rms of a long tensor, which is what `token` is for; a tensor that is scaled
 //! by 1.01 hides inside a bf16 band, which is what `slope` is for. Where `want` is all zero, so must `got` be, within
-//! `floor`.
+//! `floor`. A gradient that is one number summed over all tokens may cancel as a whole; `size` says what its terms are
+//! worth, and its errors are relative to at least that.
 
 use std::fmt;
 
@@ -27,6 +28,8 @@ pub struct Tolerance {
     pub slope: f64,
     /// Magnitude below which a tensor counts as zero.
     pub floor: f64,
+    /// Rms that the tensor has where its terms do not cancel: errors are relative to at least this.
+    pub size: f64,
     /// Where the number comes from.
     pub why: &'static str,
 }
@@ -34,12 +37,17 @@ pub struct Tolerance {
 impl Tolerance {
     /// A tolerance whose slope bound equals its rms bound: right wherever rounding is unbiased and small.
     pub const fn new(tol: f64, why: &'static str) -> Self {
-        Self { tol, slope: tol, floor: 0.0, why }
+        Self { tol, slope: tol, floor: 0.0, size: 0.0, why }
     }
 
     /// The same tolerance with a magnitude below which a tensor counts as zero.
     pub const fn floor(self, floor: f64) -> Self {
         Self { floor, ..self }
+    }
+
+    /// The same tolerance for a tensor whose terms are worth `size` before they cancel.
+    pub const fn size(self, size: f64) -> Self {
+        Self { size, ..self }
     }
 }
 
@@ -101,13 +109,16 @@ pub fn compare(name: &str, got: ArrayViewD<'_, f64>, want: ArrayViewD<'_, f64>, 
     let rms = (square / count).sqrt();
     let error_rms = (pairs().map(|(g, w)| ((g - w) / largest).powi(2)).sum::<f64>() / count).sqrt();
     let projection = pairs().map(|(g, w)| (g / largest) * (w / largest)).sum::<f64>();
-    let slope = (projection / square - 1.0).abs();
+    // Without `size`, `cancelled` is 1 and every measure is relative to `want` alone.
+    let cancelled = rms / rms.max(tolerance.size / largest);
+    let (rms, largest_uncancelled) = (rms / cancelled, largest.max(tolerance.size));
+    let slope = (projection / square - 1.0).abs() * cancelled;
     let (token_error, token) = worst_token(&got, &want, largest);
     let (index, element_error) = worst_element(&got, &want);
     let measures = [
         ("rms", error_rms / rms, tolerance.tol),
         ("token", token_error / rms, 10.0 * tolerance.tol),
-        ("element", element_error / largest, 10.0 * tolerance.tol),
+        ("element", element_error / largest_uncancelled, 10.0 * tolerance.tol),
         ("slope", slope, tolerance.slope),
     ];
     let (measure, value, bound) =
@@ -249,6 +260,19 @@ mod tests {
         assert!(!compare("x", tiny.view(), zero.view(), &TIGHT).passes());
         assert!(compare("x", tiny.view(), zero.view(), &TIGHT.floor(1e-18)).passes());
         assert!(!compare("x", array![0.0, f64::NAN, 0.0].into_dyn().view(), zero.view(), &TIGHT.floor(1.0)).passes());
+    }
+
+    #[test]
+    fn errors_of_a_cancelled_sum_are_relative_to_its_terms() {
+        // A sum of terms worth 10 that cancels to 1e-4 has an error of 1e-3 times 10 by right, and no more.
+        let want = array![1e-4].into_dyn();
+        let sized = TIGHT.size(10.0);
+        assert!(!compare("drho", (&want + 0.009).view(), want.view(), &TIGHT).passes());
+        assert!(compare("drho", (&want + 0.009).view(), want.view(), &sized).passes());
+        assert!(!compare("drho", (&want + 0.011).view(), want.view(), &sized).passes());
+        // It does not widen anything where nothing cancels.
+        let large = array![20.0].into_dyn();
+        assert!(!compare("drho", (&large * 1.002).view(), large.view(), &sized).passes());
     }
 
     #[test]

@@ -35,7 +35,7 @@ pub fn gate<O: Operation>(
         let upstream = O::NO_GRADIENT.is_none().then(|| rounded(&draw_upstream::<O>(case, &forward.outputs, rng)));
         let want = reference.run(&case.config, &inputs, upstream.as_ref()).map_err(text)?;
         let got = device.run(&case.config, &inputs, upstream.as_ref()).map_err(text)?;
-        compare_runs(&got, &want, &tolerance(O::tolerances(case)))
+        compare_runs::<O>(&got, &want, &tolerance(O::tolerances(case)), (&inputs, upstream.as_ref()))
     })
     .outcome(O::STEM, Gate::Diff, context)
 }

@@ -9,7 +9,7 @@ pub fn gate<O: Operation>(runner: &dyn Runner<O>, context: &Context) -> Outcome 
     over_cases::<O>(Gate::Form, context, |case, rng| {
         let (inputs, upstream, run) = full_run(runner, case, rng)?;
         let plain = O::naive(&case.config, &inputs, upstream.as_ref(), None);
-        compare_runs(&run, &plain, &O::tolerances(case).form)
+        compare_runs::<O>(&run, &plain, &O::tolerances(case).form, (&inputs, upstream.as_ref()))
     })
     .outcome(O::STEM, Gate::Form, context)
 }

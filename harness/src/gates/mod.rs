@@ -271,21 +271,35 @@ fn inner_product(upstream: &Values, outputs: &Values) -> (f64, f64) {
     (sum, magnitude)
 }
 
-/// Compares every output and gradient of two runs; a tensor that only one side has is a failure.
-fn compare_runs(got: &Run<ArrayD<f64>>, want: &Run<ArrayD<f64>>, tolerance: &Tolerance) -> Result<f64, String> {
-    let outputs = compare_named(&got.outputs, &want.outputs, "", tolerance)?;
-    let grads = compare_named(&got.grads, &want.grads, "d", tolerance)?;
+/// Compares every output and gradient of two runs; a tensor that only one side has is a failure. Last comes
+/// what both sides were given.
+fn compare_runs<O: Operation>(
+    got: &Run<ArrayD<f64>>,
+    want: &Run<ArrayD<f64>>,
+    tolerance: &Tolerance,
+    (inputs, upstream): (&Values, Option<&Values>),
+) -> Result<f64, String> {
+    let outputs = compare_named(&got.outputs, &want.outputs, "", |_| *tolerance)?;
+    let grads = compare_named(&got.grads, &want.grads, "d", |name| match upstream {
+        Some(upstream) => tolerance.size(O::uncancelled(name, inputs, upstream)),
+        None => *tolerance,
+    })?;
     Ok(outputs.max(grads))
 }
 
-fn compare_named(got: &Values, want: &Values, prefix: &str, tolerance: &Tolerance) -> Result<f64, String> {
+fn compare_named(
+    got: &Values,
+    want: &Values,
+    prefix: &str,
+    tolerance: impl Fn(&str) -> Tolerance,
+) -> Result<f64, String> {
     let mut worst = 0.0f64;
     if let Some(extra) = got.names().find(|name| want.get(name).is_none()) {
         return Err(format!("`{prefix}{extra}` is there, expected it absent"));
     }
     for (name, want) in want.iter() {
         let Some(got) = got.get(name) else { return Err(format!("`{prefix}{name}` is absent")) };
-        let comparison = compare(&format!("{prefix}{name}"), got.view(), want.view(), tolerance);
+        let comparison = compare(&format!("{prefix}{name}"), got.view(), want.view(), &tolerance(name));
         worst = worst.max(passed(comparison)?);
     }
     Ok(worst)
