@@ -36,7 +36,6 @@ pub mod embedding;
 pub mod error;
 pub mod expert;
 pub mod fields;
-pub mod kda;
 pub mod gated_rms_norm;
 pub mod kda;
 pub mod l2_norm;

@@ -13,7 +13,7 @@ use dormouse_reference::adamw::{self, Adamw};
 use dormouse_reference::record::Record;
 use dormouse_reference::retract::{self, Retract};
 use dormouse_reference::sanitise::{self, Sanitise};
-use dormouse_reference::{Backend, DType, Error, StepKey};
+use dormouse_reference::{Backend, DType, Error, Reference, StepKey};
 use nalgebra::DMatrix;
 use ndarray::{Array2, ArrayD, ArrayView1, IxDyn, arr1};
 use rand::RngExt;
@@ -257,6 +257,11 @@ impl<B: Backend> ModelLearner<B> {
         })?;
         self.flat(&at.nll)
     }
+}
+
+/// The learner of a run's configuration. Only the reference exists so far, so it is the one that trains.
+pub fn build(config: &Config) -> Result<Box<dyn Learner>> {
+    Ok(Box::new(ModelLearner::new(Reference::<f32>::new(), config)?))
 }
 
 /// Persistent memory of an evaluation at one shape: a step that is replayed finds its batch at the same place.
