@@ -5,6 +5,7 @@ use dormouse_reference::{Dual, Reference};
 use crate::description::OperationOn;
 
 pub mod embedding;
+pub mod kda;
 pub mod l2_norm;
 pub mod linear;
 pub mod cross_entropy;
@@ -21,6 +22,7 @@ pub trait Visitor {
 /// Walks all operations.
 pub fn visit_all(visitor: &mut impl Visitor) {
     visitor.visit::<embedding::EmbeddingOp>();
+    visitor.visit::<kda::KdaOp>();
     visitor.visit::<l2_norm::L2NormOp>();
     visitor.visit::<linear::LinearOp>();
     visitor.visit::<cross_entropy::CrossEntropyOp>();
