@@ -8,6 +8,7 @@ pub mod cross_entropy;
 pub mod decay_gate;
 pub mod embedding;
 pub mod gated_rms_norm;
+pub mod kda;
 pub mod l2_norm;
 pub mod linear;
 pub mod rms_norm;
@@ -26,6 +27,7 @@ pub fn visit_all(visitor: &mut impl Visitor) {
     visitor.visit::<decay_gate::DecayGateOp>();
     visitor.visit::<embedding::EmbeddingOp>();
     visitor.visit::<gated_rms_norm::GatedRmsNormOp>();
+    visitor.visit::<kda::KdaOp>();
     visitor.visit::<l2_norm::L2NormOp>();
     visitor.visit::<linear::LinearOp>();
     visitor.visit::<cross_entropy::CrossEntropyOp>();
