@@ -4,7 +4,9 @@ use dormouse_reference::{Dual, Reference};
 
 use crate::description::OperationOn;
 
+pub mod residual;
 pub mod rms_norm;
+pub mod spectral;
 
 /// Something to do with every operation's description.
 pub trait Visitor {
@@ -16,5 +18,7 @@ pub trait Visitor {
 
 /// Walks all operations.
 pub fn visit_all(visitor: &mut impl Visitor) {
+    visitor.visit::<residual::ResidualOp>();
     visitor.visit::<rms_norm::RmsNormOp>();
+    visitor.visit::<spectral::SpectralOp>();
 }
