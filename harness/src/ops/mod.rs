@@ -4,6 +4,9 @@ use dormouse_reference::{Dual, Reference};
 
 use crate::description::OperationOn;
 
+pub mod blend;
+pub mod controller;
+pub mod expert;
 pub mod residual;
 pub mod rms_norm;
 pub mod spectral;
@@ -18,6 +21,9 @@ pub trait Visitor {
 
 /// Walks all operations.
 pub fn visit_all(visitor: &mut impl Visitor) {
+    visitor.visit::<blend::BlendOp>();
+    visitor.visit::<controller::ControllerOp>();
+    visitor.visit::<expert::ExpertOp>();
     visitor.visit::<residual::ResidualOp>();
     visitor.visit::<rms_norm::RmsNormOp>();
     visitor.visit::<spectral::SpectralOp>();
