@@ -13,6 +13,12 @@ pub mod l2_norm;
 pub mod linear;
 pub mod rms_norm;
 pub mod short_conv;
+pub mod blend;
+pub mod controller;
+pub mod expert;
+pub mod residual;
+pub mod rms_norm;
+pub mod spectral;
 
 /// Something to do with every operation's description.
 pub trait Visitor {
@@ -33,4 +39,10 @@ pub fn visit_all(visitor: &mut impl Visitor) {
     visitor.visit::<cross_entropy::CrossEntropyOp>();
     visitor.visit::<rms_norm::RmsNormOp>();
     visitor.visit::<short_conv::ShortConvOp>();
+    visitor.visit::<blend::BlendOp>();
+    visitor.visit::<controller::ControllerOp>();
+    visitor.visit::<expert::ExpertOp>();
+    visitor.visit::<residual::ResidualOp>();
+    visitor.visit::<rms_norm::RmsNormOp>();
+    visitor.visit::<spectral::SpectralOp>();
 }
