@@ -1,6 +1,6 @@
 //! The command line.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::{Args, Parser, Subcommand};
 use toml::Value;
@@ -76,8 +76,8 @@ impl ConfigArgs {
     fn flags(&self) -> Vec<(String, Value)> {
         let mut flags = Vec::new();
         let mut push = |key: &str, value: Option<Value>| flags.extend(value.map(|value| (key.to_owned(), value)));
-        push("data.path", self.data.as_ref().map(path_value));
-        push("data.eval_path", self.eval.as_ref().map(path_value));
+        push("data.path", self.data.as_ref().map(|path| path_value(path)));
+        push("data.eval_path", self.eval.as_ref().map(|path| path_value(path)));
         push("data.seq_bytes", self.seq.map(|seq| Value::Integer(seq.into())));
         push("seed", self.seed.map(whole));
         flags
@@ -274,7 +274,7 @@ pub struct ReplayArgs {
     pub bundle: PathBuf,
 }
 
-fn path_value(path: &PathBuf) -> Value {
+fn path_value(path: &Path) -> Value {
     Value::String(path.display().to_string())
 }
 

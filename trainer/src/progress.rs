@@ -18,7 +18,8 @@ impl Reporter {
     pub fn new(total_steps: u64, quiet: bool) -> Reporter {
         let terminal = std::io::stdout().is_terminal() && std::io::stderr().is_terminal();
         let bar = (terminal && !quiet).then(|| {
-            let style = ProgressStyle::with_template("{bar:24} {msg}").expect("the template is a constant that parses");
+            let style =
+                ProgressStyle::with_template("{bar:16} {wide_msg}").expect("the template is a constant that parses");
             ProgressBar::new(total_steps).with_style(style)
         });
         Reporter { bar, quiet, out: RefCell::new(Box::new(std::io::stdout())) }

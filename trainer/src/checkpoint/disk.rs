@@ -18,6 +18,7 @@ pub(super) fn io_error(operation: &'static str, path: &Path, cause: std::io::Err
         ErrorKind::ReadOnlyFilesystem => "use a folder on a disk that can be written",
         ErrorKind::PermissionDenied => "make the folder writable, or use another with --runs",
         ErrorKind::NotFound => "it was removed, or never written",
+        ErrorKind::AlreadyExists | ErrorKind::NotADirectory => "remove the file that is in its place",
         _ => "see whether the disk is healthy",
     };
     CheckpointError::Io { operation, path: path.to_owned(), cause, fix }

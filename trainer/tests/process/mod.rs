@@ -57,7 +57,8 @@ impl Place {
 
 impl Done {
     pub fn of(output: Output) -> Done {
-        let text = |bytes| String::from_utf8(bytes).unwrap();
+        // An untrained model writes bytes that are no text.
+        let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
         Done { code: output.status.code(), out: text(output.stdout), err: text(output.stderr) }
     }
 
