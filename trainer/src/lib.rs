@@ -11,6 +11,7 @@ pub mod config;
 pub mod data;
 pub mod exit;
 pub mod host;
+pub mod learner;
 pub mod progress;
 pub mod rng;
 pub mod run;

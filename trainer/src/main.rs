@@ -2,24 +2,10 @@
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
-use dormouse::cli::AnchorsArgs;
-use dormouse::commands::{anchors, finish};
-
-#[derive(Parser)]
-#[command(name = "dormouse", version)]
-struct Cli {
-    #[command(subcommand)]
-    command: Command,
-}
-
-#[derive(Subcommand)]
-enum Command {
-    /// Score n-gram models on the windows a model would be scored on.
-    Anchors(AnchorsArgs),
-}
+use clap::Parser;
+use dormouse::cli::Cli;
+use dormouse::{commands, learner};
 
 fn main() -> ExitCode {
-    let Command::Anchors(arguments) = Cli::parse().command;
-    finish(anchors(&arguments))
+    commands::run(Cli::parse().command, learner::build)
 }
