@@ -14,7 +14,8 @@ use crate::named::{Named, Values};
 use crate::runner::Runner;
 use crate::tolerance;
 
-/// The description.
+/// The description. `plus_c` and `plus_x0` are outputs that are c and x0 themselves, as in the description of `spectral`:
+/// their upstream gradients are the `plus` of backward.
 pub struct ControllerOp;
 
 /// Value families: ordinary, heavy-tailed with large channels, and weights so large that most gates are at an end.
@@ -27,13 +28,21 @@ const DIFF_F32_LARGE: Tolerance = Tolerance {
     ..Tolerance::new(2e-5, "f32 rounding of raw, 6e-8 times 50 times sqrt(50), is relative after exp")
 };
 
-fn case(batch: usize, tokens: usize, width: usize, experts: usize, family: &'static str) -> Case<Config> {
+fn case(
+    batch: usize,
+    tokens: usize,
+    width: usize,
+    experts: usize,
+    family: &'static str,
+    present: &[&'static str],
+) -> Case<Config> {
+    let plus: String = present.iter().map(|name| format!("-{name}")).collect();
     Case {
-        name: format!("b{batch}-t{tokens}-d{width}-e{experts}-{family}"),
+        name: format!("b{batch}-t{tokens}-d{width}-e{experts}-{family}{plus}"),
         config: Config { precision: Precision::Full, experts },
         dims: vec![("B", batch), ("T", tokens), ("D", width), ("2D", 2 * width), ("3+E", FIXED_GATES + experts)],
         family,
-        present: vec![],
+        present: present.to_vec(),
     }
 }
 
@@ -48,26 +57,31 @@ impl Operation for ControllerOp {
             TensorSpec::input("x0", &["B", "T", "D"]),
             TensorSpec::param("weight", &["2D", "3+E"]),
             TensorSpec::output("gates", &["B", "T", "3+E"]),
+            TensorSpec::output("plus_c", &["B", "T", "D"]),
+            TensorSpec::output("plus_x0", &["B", "T", "D"]),
         ]
     }
 
     fn cases() -> Vec<Case<Config>> {
         vec![
-            case(2, 5, 8, 2, "normal"),
-            case(1, 1, 3, 1, "normal"),
-            case(2, 7, 17, 3, "activations"),
-            case(3, 4, 6, 4, "saturated"),
+            case(2, 5, 8, 2, "normal", &["plus_c", "plus_x0"]),
+            case(1, 1, 3, 1, "normal", &["plus_c"]),
+            case(2, 7, 17, 3, "activations", &["plus_x0"]),
+            case(3, 4, 6, 4, "saturated", &["plus_c", "plus_x0"]),
             // More rows than one block of a product.
-            case(1, 300, 5, 2, "normal"),
-            case(2, 150, 40, 2, "saturated"),
-            case(0, 4, 6, 2, "normal"),
-            case(2, 0, 6, 3, "normal"),
+            case(1, 300, 5, 2, "normal", &[]),
+            case(2, 150, 40, 2, "saturated", &["plus_c", "plus_x0"]),
+            case(0, 4, 6, 2, "normal", &["plus_c"]),
+            case(2, 0, 6, 3, "normal", &["plus_x0"]),
         ]
     }
 
     fn strategy() -> BoxedStrategy<Case<Config>> {
-        (1..4usize, 1..9usize, 3..24usize, 1..6usize, 0..FAMILIES.len())
-            .prop_map(|(b, t, d, e, family)| case(b, t, d, e, FAMILIES[family]))
+        (1..4usize, 1..9usize, 3..24usize, 1..6usize, 0..FAMILIES.len(), 0..4usize)
+            .prop_map(|(b, t, d, e, family, plus)| {
+                let present = [&[][..], &["plus_c"], &["plus_x0"], &["plus_c", "plus_x0"]][plus];
+                case(b, t, d, e, FAMILIES[family], present)
+            })
             .boxed()
     }
 
@@ -111,7 +125,10 @@ impl Operation for ControllerOp {
         }
         let mut shape = inputs.at("c").shape().to_vec();
         shape[2] = total;
-        let outputs = Values::new().with("gates", shaped(gates.clone(), &shape));
+        let outputs = Values::new()
+            .with("gates", shaped(gates.clone(), &shape))
+            .with("plus_c", inputs.at("c").clone())
+            .with("plus_x0", inputs.at("x0").clone());
         let mut grads = Values::new();
         if let Some(upstream) = upstream {
             let dgates = rows(upstream.at("gates"));
@@ -132,8 +149,14 @@ impl Operation for ControllerOp {
                     (0..total).map(|j| draw[[n, j]] * weight[[first + d, j]]).sum::<f64>()
                 })
             };
-            let dc = half(0);
-            let dx0 = half(if is("dx0-from-the-first-half") { 0 } else { width });
+            let mut dc = half(0);
+            let mut dx0 = half(if is("dx0-from-the-first-half") { 0 } else { width });
+            if let Some(plus) = upstream.get("plus_c").filter(|_| !is("plus-c-dropped")) {
+                dc += &rows(plus);
+            }
+            if let Some(plus) = upstream.get("plus_x0") {
+                *(if is("plus-x0-into-dc") { &mut dc } else { &mut dx0 }) += &rows(plus);
+            }
             let mut dweight = Array2::from_shape_fn((2 * width, total), |(d, j)| {
                 let first = usize::from(is("dweight-misses-first-row"));
                 (first..count).map(|n| both[[n, d]] * draw[[n, j]]).sum::<f64>()
@@ -167,11 +190,17 @@ impl Operation for ControllerOp {
             ("sigmoid-slope-dropped", Gate::Fd),
             ("softmax-mean-dropped", Gate::Meta),
             ("dx0-from-the-first-half", Gate::Fd),
+            ("plus-c-dropped", Gate::Fd),
+            ("plus-x0-into-dc", Gate::Adj),
             ("dweight-misses-first-row", Gate::Adj),
             ("dweight-of-embedding-zero", Gate::Adj),
         ]
         .map(|(twist, caught_by)| Mutant { twist, caught_by })
         .to_vec()
+    }
+
+    fn optional_upstream() -> &'static [&'static str] {
+        &["plus_c", "plus_x0"]
     }
 
     fn tolerances(case: &Case<Config>) -> Tolerances {
@@ -219,15 +248,19 @@ impl<B: Controller> OperationOn<B> for ControllerOp {
         let op = Self::STEM;
         let params = glue::required(op, Params::from_named(glue::find(inputs)))?;
         let read = glue::required(op, Inputs::from_named(glue::find(inputs)))?;
+        let (plus_c, plus_x0) = (read.c.clone(), read.x0.clone());
         let (outputs, saved) = Controller::forward(b, config, read, params.clone())?;
         let mut grads = Named::new();
         if let Some(upstream) = upstream {
             let into = params.try_map(|_, p| glue::zeros_like(b, p))?;
+            let plus = Inputs { c: upstream.get("plus_c"), x0: upstream.get("plus_x0") };
             let upstream = glue::required(op, Outputs::from_named(glue::find(upstream)))?;
-            let returned: controller::Grads<_> = Controller::backward(b, config, &saved, upstream, into.as_ref())?;
+            let returned: controller::Grads<_> =
+                Controller::backward(b, config, &saved, upstream, plus, into.as_ref())?;
             grads.extend(returned.named().into_iter().map(|(field, t)| (glue::input_of(field), t)));
             grads.extend(into.named());
         }
-        Ok(Run { outputs: outputs.named().into_iter().collect(), grads })
+        let outputs: Named<_> = outputs.named().into_iter().collect();
+        Ok(Run { outputs: outputs.with("plus_c", plus_c).with("plus_x0", plus_x0), grads })
     }
 }

@@ -1,0 +1,232 @@
+//! Training as a process: kills, signals, full disks, damaged checkpoints.
+
+mod process;
+
+use std::collections::BTreeMap;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+
+use dormouse::checkpoint::{State, newest_good};
+use process::{Done, Place, signal, wait_for, wait_until};
+
+/// Arguments of a run of `steps` that takes seconds and saves every 5 steps.
+fn train<'a>(name: &'a str, steps: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+    let mut arguments = vec!["train", "--preset", "tiny", "--name", name, "--steps", steps];
+    for set in ["data.eval_windows=4", "data.eval_bytes=64", "log.sample_bytes=8", "checkpoint.keep_last=100"] {
+        arguments.extend(["--set", set]);
+    }
+    arguments.extend(["--save-every", "5", "--eval-every", "1000", "--log-every", "5"]);
+    arguments.extend(more);
+    arguments
+}
+
+fn state(place: &Place, name: &str) -> State {
+    newest_good(&place.path("runs").join(name).join("checkpoints")).unwrap().loaded.state
+}
+
+fn checkpoints(place: &Place, name: &str) -> PathBuf {
+    place.path("runs").join(name).join("checkpoints")
+}
+
+/// The names in a folder, or none if there is no folder.
+fn names(folder: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
+}
+
+#[test]
+fn the_whole_round_of_commands() {
+    let place = Place::new();
+    let done = place.run(&train("a", "10", &[]));
+    done.expect(0, &[]);
+    let last: Vec<&str> = done.out.lines().rev().take(5).collect();
+    let words: Vec<&str> = last[4].split(' ').collect();
+    assert_eq!(words[..3], ["final", "held-out", "bpb"], "{}", done.out);
+    let keys: Vec<&str> = words[3..].iter().map(|word| word.split('=').next().unwrap()).collect();
+    assert_eq!(keys, ["model", "kn1", "kn2", "kn3", "kn4", "kn5", "kn6", "windows"]);
+    assert!(words[3..].iter().all(|word| word.split('=').nth(1).unwrap().parse::<f64>().is_ok()));
+    assert!(done.out.contains("no --data given"), "{}", done.out);
+    // The printed commands work as printed.
+    for (label, more) in [("generate", vec!["--bytes", "12"]), ("resume", vec![])] {
+        let line = done.out.lines().rfind(|line| line.starts_with(label)).unwrap();
+        let command = line[label.len()..].trim().to_owned() + " " + &more.join(" ");
+        let output = std::process::Command::new("sh").args(["-c", &command]).current_dir(place.path("")).output();
+        Done::of(output.unwrap()).expect(0, &[]);
+    }
+    let generated = place.run(&["generate", "runs/a", "--prompt", "And ", "--bytes", "20", "--temperature", "0"]);
+    generated.expect(0, &[]);
+    assert!(generated.out.starts_with("And "), "{}", generated.out);
+    let scored = place.run(&["eval", "runs/a"]);
+    scored.expect(0, &[]);
+    assert!(scored.out.contains("held-out bpb model="), "{}", scored.out);
+    let inspected = place.run(&["inspect", "--run", "runs/a"]);
+    inspected.expect(0, &[]);
+    assert!(inspected.out.contains("step_000010: good"), "{}", inspected.out);
+    place.run(&train("a", "10", &[])).expect(2, &["exists and is not overwritten", "--resume"]);
+    place.run(&["eval", "runs"]).expect(2, &["not a run folder"]);
+    place.run(&["generate", "runs/a", "--prompt", ""]).expect(2, &["prompt is empty"]);
+}
+
+#[test]
+fn two_processes_with_one_seed_are_equal() {
+    let place = Place::new();
+    for name in ["a", "b"] {
+        place.run(&train(name, "8", &[])).expect(0, &[]);
+    }
+    place.run(&train("c", "8", &["--seed", "1"])).expect(0, &[]);
+    assert_eq!(state(&place, "a"), state(&place, "b"));
+    assert_ne!(state(&place, "a"), state(&place, "c"));
+}
+
+#[test]
+fn a_signal_saves_and_exits_0_and_the_resumed_run_is_the_whole_one() {
+    let place = Place::new();
+    place.run(&train("whole", "60", &[])).expect(0, &[]);
+    for (name, number) in [("int", libc::SIGINT), ("term", libc::SIGTERM)] {
+        let child = place.spawn(&train(name, "60", &[]));
+        wait_for(&checkpoints(&place, name).join("step_000005"));
+        signal(&child, number);
+        let done = Done::of(child.wait_with_output().unwrap());
+        done.expect(0, &[]);
+        assert!(done.out.contains("stopped after step") && done.out.contains("train --resume runs/"), "{}", done.out);
+        assert_ne!(state(&place, name).updates, 60, "the run was over before the signal came");
+        place.run(&["train", "--resume", &format!("runs/{name}")]).expect(0, &[]);
+        assert_eq!(state(&place, name), state(&place, "whole"));
+    }
+}
+
+#[test]
+fn a_killed_run_goes_on_from_its_last_good_checkpoint() {
+    let place = Place::new();
+    place.run(&train("whole", "40", &[])).expect(0, &[]);
+    // During a step, and as soon as the unfinished folder of a save shows itself.
+    for name in ["step", "save"] {
+        let child = place.spawn(&train(name, "40", &[]));
+        let folder = checkpoints(&place, name);
+        wait_for(&folder.join("step_000010"));
+        if name == "save" {
+            wait_until("a save", || names(&folder).iter().any(|entry| entry.ends_with(".tmp")));
+        }
+        signal(&child, libc::SIGKILL);
+        let done = Done::of(child.wait_with_output().unwrap());
+        assert_eq!(done.code, None, "killed");
+        place.run(&["train", "--resume", "auto"]).expect(0, &[]);
+        assert_eq!(state(&place, name), state(&place, "whole"));
+        assert!(names(&folder).iter().all(|entry| !entry.ends_with(".tmp")), "{:?}", names(&folder));
+    }
+}
+
+#[test]
+fn a_truncated_checkpoint_is_passed_over_and_named() {
+    let place = Place::new();
+    place.run(&train("whole", "20", &[])).expect(0, &[]);
+    place.run(&train("a", "20", &["--stop-at-step", "12"])).expect(0, &[]);
+    let weights = checkpoints(&place, "a").join("step_000012/weights.safetensors");
+    let len = std::fs::metadata(&weights).unwrap().len();
+    std::fs::OpenOptions::new().write(true).open(&weights).unwrap().set_len(len - 1).unwrap();
+    let done = place.run(&["train", "--resume", "runs/a"]);
+    done.expect(0, &["step_000012", "is damaged", "weights.safetensors"]);
+    assert!(done.out.contains("step_000010` after step 10"), "{}", done.out);
+    assert_eq!(state(&place, "a"), state(&place, "whole"));
+    for (name, entry) in names(&checkpoints(&place, "a")).iter().map(|name| (name, checkpoints(&place, "a").join(name)))
+    {
+        std::fs::remove_file(entry.join("manifest.json")).unwrap_or_else(|error| panic!("{name}: {error}"));
+    }
+    place.run(&["train", "--resume", "runs/a"]).expect(1, &["no good checkpoint", "step_000012", "start a new run"]);
+}
+
+/// The program under a limit on the size of a file, as a full disk would be.
+fn run_limited(place: &Place, arguments: &[&str], bytes: u64) -> Done {
+    let mut command = place.command(arguments);
+    let limit = libc::rlimit { rlim_cur: bytes, rlim_max: bytes };
+    // SAFETY: setrlimit may be called between fork and exec; it allocates nothing and takes no lock.
+    unsafe {
+        command.pre_exec(move || match libc::setrlimit(libc::RLIMIT_FSIZE, &limit) {
+            0 => Ok(()),
+            _ => Err(std::io::Error::last_os_error()),
+        });
+    }
+    Done::of(command.output().unwrap())
+}
+
+#[test]
+fn a_disk_that_is_full_warns_and_at_the_end_fails() {
+    let place = Place::new();
+    let done = run_limited(&place, &train("a", "12", &[]), 100_000);
+    done.expect(1, &["step 5:", "cannot write", "training goes on, the next try is at step 10", "last checkpoint"]);
+    assert!(!done.err.contains("panicked"), "{}", done.err);
+    let metrics = std::fs::read_to_string(place.path("runs/a/metrics.jsonl")).unwrap();
+    assert_eq!(metrics.lines().filter(|line| line.contains("\"kind\":\"step\"")).count(), 12);
+    assert_eq!(names(&checkpoints(&place, "a")), Vec::<String>::new(), "no unfinished folder stays");
+}
+
+#[test]
+fn a_folder_that_cannot_be_written_is_exit_1_with_a_fix() {
+    let place = Place::new();
+    // Permissions do not bind root, so the program runs as another user, from a copy it may execute.
+    let binary = place.path("dormouse");
+    std::fs::copy(env!("CARGO_BIN_EXE_dormouse"), &binary).unwrap();
+    std::fs::create_dir(place.path("runs")).unwrap();
+    let mode = |path: &Path, mode| {
+        std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(mode)).unwrap();
+    };
+    mode(&place.path(""), 0o755);
+    mode(&binary, 0o755);
+    mode(&place.path("runs"), 0o555);
+    let mut command = std::process::Command::new(&binary);
+    command.args(train("a", "5", &[])).current_dir(place.path(""));
+    // SAFETY: geteuid reads a number of this process and cannot fail.
+    if unsafe { libc::geteuid() } == 0 {
+        command.uid(65_534).gid(65_534);
+    }
+    Done::of(command.output().unwrap()).expect(1, &["cannot write", "runs/a", "--runs"]);
+}
+
+#[test]
+fn unusable_requests_leave_no_folder() {
+    let place = Place::new();
+    place.file("empty", b"");
+    place.run(&train("a", "5", &["--data", "missing"])).expect(4, &["does not exist"]);
+    place.run(&train("a", "5", &["--data", "empty"])).expect(4, &["has 0 bytes"]);
+    place.run(&train("a", "5", &["--set", "train.stpes=1"])).expect(2, &["unknown key"]);
+    place.run(&train("a", "5", &["--accumulate", "3"])).expect(2, &["does not divide"]);
+    place.run(&train("a", "5", &["--lr", "0"])).expect(2, &["`optimizer.lr` is 0"]);
+    place.run(&["train", "--resume", "runs/none"]).expect(2, &["not a run folder"]);
+    place.run(&["train", "--max-minutes=-1"]).expect(2, &["--max-minutes"]);
+    assert!(!place.path("runs").exists());
+}
+
+#[test]
+fn changed_data_at_resume_is_exit_4_and_names_the_file() {
+    let place = Place::new();
+    let text = b"a line of text that is as good as any other. ".repeat(1000);
+    let file = place.file("text", &text);
+    place.run(&train("a", "10", &["--data", "text", "--stop-at-step", "5"])).expect(0, &[]);
+    let mut changed = text.clone();
+    changed[17] ^= 1;
+    std::fs::write(&file, &changed).unwrap();
+    place.run(&["train", "--resume", "runs/a"]).expect(4, &["text` changed since the run began"]);
+    std::fs::write(&file, &text).unwrap();
+    place.run(&["train", "--resume", "runs/a", "--lr", "0.5"]).expect(2, &["--allow-change optimizer.lr"]);
+    place.run(&["train", "--resume", "runs/a"]).expect(0, &[]);
+}
+
+#[test]
+fn no_control_codes_and_every_step_once_when_not_on_a_terminal() {
+    let place = Place::new();
+    let done = place.run(&train("a", "10", &[]));
+    done.expect(0, &[]);
+    assert!(!(done.out + &done.err).contains('\u{1b}'));
+    let metrics = std::fs::read_to_string(place.path("runs/a/metrics.jsonl")).unwrap();
+    let mut steps = BTreeMap::new();
+    for line in metrics.lines() {
+        let line: serde_json::Value = serde_json::from_str(line).unwrap();
+        if line["kind"] == "step" {
+            *steps.entry(line["step"].as_u64().unwrap()).or_insert(0) += 1;
+        }
+    }
+    assert_eq!(steps, (1..=10).map(|step| (step, 1)).collect());
+    let quiet = place.run(&train("b", "5", &["--quiet"]));
+    quiet.expect(0, &[]);
+    assert_eq!(quiet.out.lines().count(), 5, "{}", quiet.out);
+}
