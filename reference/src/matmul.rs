@@ -9,9 +9,12 @@ use rayon::prelude::*;
 
 use crate::scalar::Scalar;
 
-/// Blocks of this many output rows are one task. Large enough that packing the right operand again for each block is
-/// small beside multiplying with it.
-const BLOCK_ROWS: usize = 128;
+/// Blocks of this many output rows of a product are one task. Every task packs the right operand again: with 256 rows
+/// that costs a few per cent of multiplying with it, and a batch of 2048 tokens still feeds eight cores.
+const PRODUCT_ROWS: usize = 256;
+
+/// Blocks of this many rows are one task and one partial sum of a sum over rows.
+const SUM_ROWS: usize = 128;
 
 /// Products with fewer multiply-adds than this run on the calling thread: waking another costs more.
 const SERIAL_WORK: usize = 1 << 16;
@@ -37,7 +40,7 @@ pub fn matmul_into<T: Scalar>(
         return;
     }
     // A short output (a weight gradient) still feeds every core of an ordinary machine.
-    let block = BLOCK_ROWS.min(c.nrows().div_ceil(4));
+    let block = PRODUCT_ROWS.min(c.nrows().div_ceil(4));
     c.axis_chunks_iter_mut(Axis(0), block)
         .into_par_iter()
         .zip(a.axis_chunks_iter(Axis(0), block).into_par_iter())
@@ -59,9 +62,9 @@ pub fn sum_over_rows<T: Scalar>(
     width: usize,
     f: impl Fn(std::ops::Range<usize>) -> Array1<T> + Sync,
 ) -> Array1<T> {
-    let blocks = rows.div_ceil(BLOCK_ROWS);
+    let blocks = rows.div_ceil(SUM_ROWS);
     let partial: Vec<Array1<T>> =
-        (0..blocks).into_par_iter().map(|block| f(block * BLOCK_ROWS..((block + 1) * BLOCK_ROWS).min(rows))).collect();
+        (0..blocks).into_par_iter().map(|block| f(block * SUM_ROWS..((block + 1) * SUM_ROWS).min(rows))).collect();
     let mut sum = Array1::zeros(width);
     for p in &partial {
         sum += p;
