@@ -79,8 +79,8 @@ pub fn check<O: Operation>(runner: &dyn Runner<O>, file: &GoldenFile, context: &
             let offered = |got: &Values, want: &Values| -> Values {
                 got.iter().filter(|(n, _)| want.get(n).is_some()).map(|(n, v)| (n, v.clone())).collect()
             };
-            let outputs = compare_named(&offered(&run.outputs, &golden.outputs), &golden.outputs, "", &tolerance)?;
-            let grads = compare_named(&offered(&run.grads, &golden.grads), &golden.grads, "d", &tolerance)?;
+            let outputs = compare_named(&offered(&run.outputs, &golden.outputs), &golden.outputs, "", |_| tolerance)?;
+            let grads = compare_named(&offered(&run.grads, &golden.grads), &golden.grads, "d", |_| tolerance)?;
             Ok(outputs.max(grads))
         })();
         tally.note(name, result);

@@ -4,12 +4,12 @@ use dormouse_reference::{Dual, Reference};
 
 use crate::description::OperationOn;
 
+pub mod cross_entropy;
 pub mod decay_gate;
 pub mod embedding;
 pub mod gated_rms_norm;
 pub mod l2_norm;
 pub mod linear;
-pub mod cross_entropy;
 pub mod rms_norm;
 pub mod short_conv;
 
@@ -23,12 +23,12 @@ pub trait Visitor {
 
 /// Walks all operations.
 pub fn visit_all(visitor: &mut impl Visitor) {
+    visitor.visit::<cross_entropy::CrossEntropyOp>();
     visitor.visit::<decay_gate::DecayGateOp>();
     visitor.visit::<embedding::EmbeddingOp>();
     visitor.visit::<gated_rms_norm::GatedRmsNormOp>();
     visitor.visit::<l2_norm::L2NormOp>();
     visitor.visit::<linear::LinearOp>();
-    visitor.visit::<cross_entropy::CrossEntropyOp>();
     visitor.visit::<rms_norm::RmsNormOp>();
     visitor.visit::<short_conv::ShortConvOp>();
 }
