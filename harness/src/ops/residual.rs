@@ -134,13 +134,6 @@ impl Operation for ResidualOp {
     fn tolerances(_: &Case<Config>) -> Tolerances {
         tolerance::WELL_CONDITIONED
     }
-
-    fn uncancelled(name: &str, inputs: &Values, upstream: &Values) -> f64 {
-        if name != "rho" {
-            return 0.0;
-        }
-        upstream.at("h").iter().zip(inputs.at("y")).map(|(dh, y)| (dh * y).powi(2)).sum::<f64>().sqrt()
-    }
 }
 
 /// With rho = 0, h is c, dy is zero; whatever rho is, dc is dh: bit for bit.

@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
 
-use crate::compare::{compare, same_bits};
+use crate::compare::{Tolerance, compare, same_bits};
 use crate::description::{Case, Gate, Law, Mutant, Operation, OperationOn, Run, TensorSpec, Tolerances, glue};
 use crate::draw;
 use crate::named::{Named, Values};
@@ -72,7 +72,8 @@ impl Operation for ShortConvOp {
     }
 
     fn strategy() -> BoxedStrategy<Case<Config>> {
-        (1..4usize, 1..12usize, 1..20usize, 0..FAMILIES.len(), any::<[bool; 3]>())
+        // A single channel far out on SiLU's flat side has a derivative too small for any difference to see.
+        (1..4usize, 1..12usize, 4..20usize, 0..FAMILIES.len(), any::<[bool; 3]>())
             .prop_map(|(b, t, c, family, present)| {
                 let names = ["carried", "context", "bias"].into_iter().zip(present);
                 let present: Vec<_> = names.filter(|(_, p)| *p).map(|(name, _)| name).collect();
@@ -83,8 +84,9 @@ impl Operation for ShortConvOp {
 
     fn draw(case: &Case<Config>, rng: &mut ChaCha8Rng) -> Values {
         let mut draw = |shape: &[usize]| match case.family {
-            "activations" => draw::activation_like(rng, shape),
-            "saturated" => draw::normal(rng, shape) * 30.0,
+            // Channels of about 10: SiLU turns the absolute rounding error of its argument into a relative one.
+            "activations" => 0.2 * draw::activation_like(rng, shape),
+            "saturated" => draw::normal(rng, shape) * 8.0,
             _ => draw::normal(rng, shape),
         };
         let [batch, tokens, channels] = ["B", "T", "C"].map(|axis| case.dim(axis));
@@ -232,6 +234,9 @@ impl Operation for ShortConvOp {
     }
 }
 
+/// A parameter's gradient in two orders of summation: its terms are of order one, and their sum may cancel.
+const SUM_OVER_TOKENS: Tolerance = tolerance::FORM.usual(1.0);
+
 /// Two parts, the first handing its context to the second, give the outputs of the whole bit for bit and its gradients
 /// to rounding, the second handing its context's gradient back.
 fn cut(
@@ -275,7 +280,7 @@ fn cut(
     for name in ["weight", "bias"] {
         if let Some(want) = whole.grads.get(name) {
             let got = early.grads.at(name) + late.grads.at(name);
-            comparisons.push(compare(name, got.view(), want.view(), &tolerance::FORM));
+            comparisons.push(compare(name, got.view(), want.view(), &SUM_OVER_TOKENS));
         }
     }
     worst_of(comparisons).map_err(|e| format!("cut at {at}: {e}"))
@@ -312,7 +317,7 @@ fn padding(
     // Longer sequences have other blocks in the sums over tokens, so these agree to rounding.
     for name in ["weight", "bias"] {
         if let Some(want) = plain.grads.get(name) {
-            comparisons.push(compare(name, long.grads.at(name).view(), want.view(), &tolerance::FORM));
+            comparisons.push(compare(name, long.grads.at(name).view(), want.view(), &SUM_OVER_TOKENS));
         }
     }
     worst_of(comparisons)
