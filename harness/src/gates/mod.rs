@@ -292,7 +292,7 @@ fn compare_named(got: &Values, want: &Values, prefix: &str, tolerance: &Toleranc
 }
 
 /// The measure of a comparison that passed, or its message.
-fn passed(comparison: Comparison) -> Result<f64, String> {
+pub(crate) fn passed(comparison: Comparison) -> Result<f64, String> {
     if comparison.passes() { Ok(comparison.worst) } else { Err(comparison.to_string()) }
 }
 

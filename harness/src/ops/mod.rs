@@ -4,8 +4,12 @@ use dormouse_reference::{Dual, Reference};
 
 use crate::description::OperationOn;
 
+pub mod adamw;
 pub mod cross_entropy;
+pub mod record;
+pub mod retract;
 pub mod rms_norm;
+pub mod sanitise;
 
 /// Something to do with every operation's description.
 pub trait Visitor {
@@ -17,6 +21,10 @@ pub trait Visitor {
 
 /// Walks all operations.
 pub fn visit_all(visitor: &mut impl Visitor) {
+    visitor.visit::<adamw::AdamwOp>();
     visitor.visit::<cross_entropy::CrossEntropyOp>();
+    visitor.visit::<record::RecordOp>();
+    visitor.visit::<retract::RetractOp>();
     visitor.visit::<rms_norm::RmsNormOp>();
+    visitor.visit::<sanitise::SanitiseOp>();
 }
