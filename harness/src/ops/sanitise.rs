@@ -25,12 +25,13 @@ pub struct SanitiseOp;
 const FAMILIES: [&str; 10] =
     ["normal", "broken", "loss", "eighth-skip", "ninth-skip", "latched", "large", "small", "vast", "minute"];
 
-fn case(len: usize, clip: &[Range<usize>], max_norm: Option<f64>, family: &'static str) -> Case<Config> {
+fn case(len: usize, clip: &[(usize, usize)], max_norm: Option<f64>, family: &'static str) -> Case<Config> {
     let limit = max_norm.map_or("free".to_owned(), |max_norm| format!("max{max_norm:e}"));
-    let ranges: Vec<String> = clip.iter().map(|range| format!("{}to{}", range.start, range.end)).collect();
+    let ranges: Vec<String> = clip.iter().map(|(start, end)| format!("{start}to{end}")).collect();
+    let clip = clip.iter().map(|&(start, end)| start..end).collect();
     Case {
         name: format!("p{len}-clip{}-{limit}-{family}", ranges.join("and")),
-        config: Config { max_norm, clip: clip.to_vec(), skips_allowed: 8 },
+        config: Config { max_norm, clip, skips_allowed: 8 },
         dims: vec![("P", len), ("one", 1), ("four", 4)],
         family,
         present: vec![],
@@ -58,16 +59,17 @@ impl Operation for SanitiseOp {
     }
 
     fn cases() -> Vec<Case<Config>> {
-        let mut cases: Vec<_> = FAMILIES.iter().map(|family| case(50, &[30..47, 3..20], Some(1.0), family)).collect();
+        let mut cases: Vec<_> =
+            FAMILIES.iter().map(|family| case(50, &[(30, 47), (3, 20)], Some(1.0), family)).collect();
         cases.extend([
-            case(50, &[0..50], Some(1e3), "normal"),
-            case(50, &[0..50], None, "normal"),
+            case(50, &[(0, 50)], Some(1e3), "normal"),
+            case(50, &[(0, 50)], None, "normal"),
             case(50, &[], Some(1.0), "normal"),
-            case(1, &[0..1], Some(0.1), "normal"),
+            case(1, &[(0, 1)], Some(0.1), "normal"),
             case(0, &[], Some(0.1), "normal"),
             // Several blocks, with clip borders inside, on and beside their borders.
-            case(70_001, &[100..32_768, 40_000..65_537], Some(10.0), "normal"),
-            case(70_001, &[0..70_001], Some(10.0), "broken"),
+            case(70_001, &[(100, 32_768), (40_000, 65_537)], Some(10.0), "normal"),
+            case(70_001, &[(0, 70_001)], Some(10.0), "broken"),
         ]);
         cases
     }
@@ -78,7 +80,7 @@ impl Operation for SanitiseOp {
             .prop_map(|(len, a, b, max_norm, family): (usize, f64, f64, _, _)| {
                 let at = |share: f64| (share * len as f64) as usize;
                 let (low, high) = (at(a.min(b)), at(a.max(b)));
-                case(len, &[high..len, low / 2..low], max_norm, FAMILIES[family])
+                case(len, &[(high, len), (low / 2, low)], max_norm, FAMILIES[family])
             })
             .boxed()
     }
