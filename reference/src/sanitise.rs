@@ -262,8 +262,8 @@ mod tests {
 
     use crate::tensor::DType;
 
-    fn config(max_norm: Option<f64>, clip: &[Range<usize>]) -> Config {
-        Config { max_norm, clip: clip.to_vec(), skips_allowed: 8 }
+    fn config(max_norm: Option<f64>, clip: &[(usize, usize)]) -> Config {
+        Config { max_norm, clip: clip.iter().map(|&(start, end)| start..end).collect(), skips_allowed: 8 }
     }
 
     /// One run: (norm, nonfinite, scale, apply) and the counters afterwards.
@@ -282,25 +282,25 @@ mod tests {
     #[test]
     fn hand_values() {
         let grads = [3.0, 100.0, 4.0, -12.0];
-        let (outputs, counters) = run::<f32>(&config(Some(6.5), &[0..1, 2..4]), &grads, 1.0, [5.0, 2.0, 1.0, 0.0]);
+        let (outputs, counters) = run::<f32>(&config(Some(6.5), &[(0, 1), (2, 4)]), &grads, 1.0, [5.0, 2.0, 1.0, 0.0]);
         assert_eq!(outputs, [13.0, 0.0, 0.5, 1.0]);
         assert_eq!(counters, [6.0, 2.0, 1.0, 0.0]);
-        assert_eq!(run::<f32>(&config(Some(13.5), &[0..1, 2..4]), &grads, 1.0, [0.0; 4]).0[2], 1.0);
-        assert_eq!(run::<f32>(&config(None, &[0..4]), &grads, 1.0, [0.0; 4]).0[2], 1.0);
+        assert_eq!(run::<f32>(&config(Some(13.5), &[(0, 1), (2, 4)]), &grads, 1.0, [0.0; 4]).0[2], 1.0);
+        assert_eq!(run::<f32>(&config(None, &[(0, 4)]), &grads, 1.0, [0.0; 4]).0[2], 1.0);
         assert_eq!(run::<f32>(&config(Some(1.0), &[]), &[], 1.0, [0.0; 4]).0, [0.0, 0.0, 1.0, 1.0]);
     }
 
     #[test]
     fn non_finite_elements_anywhere_skip_the_step_and_leave_the_norm_finite() {
         let grads = [3.0, f64::NAN, 4.0, f64::INFINITY];
-        let (outputs, counters) = run::<f32>(&config(Some(10.0), &[0..3]), &grads, f64::NAN, [5.0, 2.0, 1.0, 0.0]);
+        let (outputs, counters) = run::<f32>(&config(Some(10.0), &[(0, 3)]), &grads, f64::NAN, [5.0, 2.0, 1.0, 0.0]);
         assert_eq!(outputs, [5.0, 3.0, 1.0, 0.0]);
         assert_eq!(counters, [5.0, 3.0, 2.0, 0.0]);
     }
 
     #[test]
     fn the_ninth_skip_of_a_window_closes_the_latch_and_it_stays_closed() {
-        let clip = config(None, &[0..1]);
+        let clip = config(None, &[(0, 1)]);
         assert_eq!(run::<f32>(&clip, &[f64::NAN], 0.0, [7.0, 20.0, 7.0, 0.0]).1, [7.0, 21.0, 8.0, 0.0]);
         assert_eq!(run::<f32>(&clip, &[f64::NAN], 0.0, [7.0, 21.0, 8.0, 0.0]).1, [7.0, 22.0, 9.0, 1.0]);
         let (outputs, counters) = run::<f32>(&clip, &[1.0], 0.0, [7.0, 22.0, 0.0, 1.0]);
@@ -311,12 +311,12 @@ mod tests {
     #[test]
     fn no_magnitude_overflows_or_vanishes() {
         for (unit, tolerance) in [(1e37, 1e-6), (1e-30, 1e-6)] {
-            let (outputs, _) = run::<f32>(&config(Some(1.0), &[0..2]), &[3.0 * unit, -4.0 * unit], 0.0, [0.0; 4]);
+            let (outputs, _) = run::<f32>(&config(Some(1.0), &[(0, 2)]), &[3.0 * unit, -4.0 * unit], 0.0, [0.0; 4]);
             assert_relative_eq!(outputs[0], 5.0 * unit, max_relative = tolerance);
             assert_relative_eq!(outputs[2], (0.2 / unit).min(1.0), max_relative = 1e-6);
         }
         for unit in [1e300, 1e-300] {
-            let (outputs, _) = run::<f64>(&config(Some(1.0), &[0..2]), &[3.0 * unit, -4.0 * unit], 0.0, [0.0; 4]);
+            let (outputs, _) = run::<f64>(&config(Some(1.0), &[(0, 2)]), &[3.0 * unit, -4.0 * unit], 0.0, [0.0; 4]);
             assert_relative_eq!(outputs[0], 5.0 * unit, max_relative = 1e-15);
             assert_relative_eq!(outputs[2], (0.2 / unit).min(1.0), max_relative = 1e-15);
         }
@@ -344,6 +344,18 @@ mod tests {
     }
 
     #[test]
+    fn the_gradients_keep_every_bit() {
+        let b = Reference::<f32>::new();
+        let values = [f32::NAN, -0.0, 3e30, f32::MIN_POSITIVE];
+        let grads = b.constant(arr1(&values).into_dyn());
+        let counters = b.persistent(&[4], DType::U32).unwrap();
+        let loss = b.constant(arr1(&[f32::NAN]).into_dyn());
+        Sanitise::update(&b, &config(Some(1.0), &[(0, 4)]), &grads, &loss, &counters).unwrap();
+        let bits: Vec<u32> = b.values(&grads).unwrap().iter().map(|x| x.to_bits()).collect();
+        assert_eq!(bits, values.map(f32::to_bits));
+    }
+
+    #[test]
     fn refusals() {
         let b = Reference::<f32>::new();
         let grads = b.constant(Array1::zeros(4).into_dyn());
@@ -355,11 +367,11 @@ mod tests {
             "sanitise::update: config `max_norm` is 0, expected greater than zero; use None for no clipping"
         );
         assert_eq!(
-            attempt(&config(None, &[0..2, 1..4])),
+            attempt(&config(None, &[(0, 2), (1, 4)])),
             "sanitise::update: config `clip` is 0..2 and 1..4, expected ranges that do not overlap"
         );
         assert_eq!(
-            attempt(&config(None, &[0..5])),
+            attempt(&config(None, &[(0, 5)])),
             "sanitise::update: config `clip` is 0..5, expected ranges inside the buffer of 4 elements"
         );
         let clip = config(None, &[]);

@@ -28,7 +28,10 @@ pub fn gate<O: Operation>(
     round: fn(f64) -> f64,
     tolerance: fn(crate::description::Tolerances) -> crate::compare::Tolerance,
 ) -> Outcome {
-    let rounded = |values: &Values| values.map(|_, v: &ArrayD<f64>| v.mapv(round));
+    // Integers travel as integers, so nothing rounds them.
+    let rounded = |values: &Values| {
+        values.map(|name, v: &ArrayD<f64>| if O::integers().contains(&name) { v.clone() } else { v.mapv(round) })
+    };
     over_cases::<O>(Gate::Diff, context, |case, rng| {
         let inputs = rounded(&O::draw(case, rng));
         let forward = reference.run(&case.config, &inputs, None).map_err(text)?;

@@ -337,7 +337,7 @@ fn compare_named(
 }
 
 /// The measure of a comparison that passed, or its message.
-fn passed(comparison: Comparison) -> Result<f64, String> {
+pub(crate) fn passed(comparison: Comparison) -> Result<f64, String> {
     if comparison.passes() { Ok(comparison.worst) } else { Err(comparison.to_string()) }
 }
 

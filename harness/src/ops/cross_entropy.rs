@@ -10,6 +10,7 @@ use rand_chacha::ChaCha8Rng;
 use crate::compare::{compare, same_bits};
 use crate::description::{Case, Gate, Law, Mutant, Operation, OperationOn, Run, TensorSpec, Tolerances, glue};
 use crate::draw;
+use crate::gates::passed;
 use crate::named::{Named, Values};
 use crate::runner::Runner;
 use crate::tolerance;
@@ -277,10 +278,7 @@ fn positions_are_apart(runner: &dyn Runner<CrossEntropyOp>, case: &Case<Config>,
         ("nll", one.outputs.at("nll"), whole.outputs.at("nll")),
         ("dlogits", one.grads.at("logits"), whole.grads.at("logits")),
     ] {
-        let comparison = same_bits(name, one.view(), position(whole).view());
-        if !comparison.passes() {
-            return Err(comparison.to_string());
-        }
+        passed(same_bits(name, one.view(), position(whole).view()))?;
     }
     Ok(0.0)
 }
@@ -305,9 +303,7 @@ fn masked_is_unseen(runner: &dyn Runner<CrossEntropyOp>, case: &Case<Config>, rn
         same_bits("nll", poisoned.outputs.at("nll").view(), clean.outputs.at("nll").view()),
         same_bits("dlogits", dlogits.view(), clean.grads.at("logits").view()),
     ] {
-        if !comparison.passes() {
-            return Err(comparison.to_string());
-        }
+        passed(comparison)?;
     }
     let masked = dlogits.rows().into_iter().zip(&mask).filter(|(_, kept)| **kept == 0.0);
     match masked.flat_map(|(row, _)| row.to_vec()).find(|d| *d != 0.0) {
@@ -369,11 +365,7 @@ fn close(after: &Run<ArrayD<f64>>, before: &Run<ArrayD<f64>>, map: impl Fn(&Arra
         ("nll", after.outputs.at("nll").clone(), before.outputs.at("nll").clone()),
         ("dlogits", map(after.grads.at("logits")), before.grads.at("logits").clone()),
     ] {
-        let comparison = compare(name, after.view(), before.view(), &tolerance::FORM);
-        if !comparison.passes() {
-            return Err(comparison.to_string());
-        }
-        worst = worst.max(comparison.worst);
+        worst = worst.max(passed(compare(name, after.view(), before.view(), &tolerance::FORM))?);
     }
     Ok(worst)
 }

@@ -18,6 +18,12 @@ pub mod residual;
 pub mod rms_norm;
 pub mod short_conv;
 pub mod spectral;
+pub mod adamw;
+pub mod cross_entropy;
+pub mod record;
+pub mod retract;
+pub mod rms_norm;
+pub mod sanitise;
 
 /// Something to do with every operation's description.
 pub trait Visitor {
@@ -43,4 +49,10 @@ pub fn visit_all(visitor: &mut impl Visitor) {
     visitor.visit::<rms_norm::RmsNormOp>();
     visitor.visit::<short_conv::ShortConvOp>();
     visitor.visit::<spectral::SpectralOp>();
+    visitor.visit::<adamw::AdamwOp>();
+    visitor.visit::<cross_entropy::CrossEntropyOp>();
+    visitor.visit::<record::RecordOp>();
+    visitor.visit::<retract::RetractOp>();
+    visitor.visit::<rms_norm::RmsNormOp>();
+    visitor.visit::<sanitise::SanitiseOp>();
 }
