@@ -4,6 +4,7 @@ use dormouse_reference::{Dual, Reference};
 
 use crate::description::OperationOn;
 
+pub mod adamw;
 pub mod blend;
 pub mod controller;
 pub mod cross_entropy;
@@ -14,16 +15,13 @@ pub mod gated_rms_norm;
 pub mod kda;
 pub mod l2_norm;
 pub mod linear;
-pub mod residual;
-pub mod rms_norm;
-pub mod short_conv;
-pub mod spectral;
-pub mod adamw;
-pub mod cross_entropy;
 pub mod record;
+pub mod residual;
 pub mod retract;
 pub mod rms_norm;
 pub mod sanitise;
+pub mod short_conv;
+pub mod spectral;
 
 /// Something to do with every operation's description.
 pub trait Visitor {
@@ -35,6 +33,7 @@ pub trait Visitor {
 
 /// Walks all operations.
 pub fn visit_all(visitor: &mut impl Visitor) {
+    visitor.visit::<adamw::AdamwOp>();
     visitor.visit::<blend::BlendOp>();
     visitor.visit::<controller::ControllerOp>();
     visitor.visit::<cross_entropy::CrossEntropyOp>();
@@ -45,14 +44,11 @@ pub fn visit_all(visitor: &mut impl Visitor) {
     visitor.visit::<kda::KdaOp>();
     visitor.visit::<l2_norm::L2NormOp>();
     visitor.visit::<linear::LinearOp>();
-    visitor.visit::<residual::ResidualOp>();
-    visitor.visit::<rms_norm::RmsNormOp>();
-    visitor.visit::<short_conv::ShortConvOp>();
-    visitor.visit::<spectral::SpectralOp>();
-    visitor.visit::<adamw::AdamwOp>();
-    visitor.visit::<cross_entropy::CrossEntropyOp>();
     visitor.visit::<record::RecordOp>();
+    visitor.visit::<residual::ResidualOp>();
     visitor.visit::<retract::RetractOp>();
     visitor.visit::<rms_norm::RmsNormOp>();
     visitor.visit::<sanitise::SanitiseOp>();
+    visitor.visit::<short_conv::ShortConvOp>();
+    visitor.visit::<spectral::SpectralOp>();
 }
