@@ -23,8 +23,8 @@
 //! accumulate (`+=`) into tensors the caller owns, gradients of activations are returned; B = 0 and T = 0 give empty
 //! results, a head or width of zero is an error; this crate knows no GPU, no random generator and no clock.
 
-pub mod blend;
 pub mod adamw;
+pub mod blend;
 pub mod checked;
 pub mod controller;
 pub mod cpu;
@@ -35,8 +35,8 @@ pub mod embedding;
 pub mod error;
 pub mod expert;
 pub mod fields;
-pub mod kda;
 pub mod gated_rms_norm;
+pub mod kda;
 pub mod l2_norm;
 pub mod linear;
 pub mod matmul;

@@ -4,11 +4,11 @@ use dormouse_reference::{Dual, Reference};
 
 use crate::description::OperationOn;
 
+pub mod cross_entropy;
 pub mod embedding;
 pub mod kda;
 pub mod l2_norm;
 pub mod linear;
-pub mod cross_entropy;
 pub mod rms_norm;
 
 /// Something to do with every operation's description.

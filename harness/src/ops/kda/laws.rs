@@ -39,7 +39,12 @@ pub fn all() -> Vec<Law<KdaOp>> {
 /// Identities relate sums of up to a few thousand products in f64 that were rounded in different orders.
 const IDENTITY: f64 = 1e-12;
 
-fn run(runner: &dyn Runner<KdaOp>, config: &Config, inputs: &Values, upstream: Option<&Values>) -> Result<Run<ArrayD<f64>>, String> {
+fn run(
+    runner: &dyn Runner<KdaOp>,
+    config: &Config,
+    inputs: &Values,
+    upstream: Option<&Values>,
+) -> Result<Run<ArrayD<f64>>, String> {
     runner.run(config, inputs, upstream).map_err(|e| e.to_string())
 }
 
@@ -130,7 +135,13 @@ fn identities(runner: &dyn Runner<KdaOp>, case: &Case<Config>, rng: &mut ChaCha8
         let at = |a: &ArrayD<f64>| a.index_axis(over_time, t).to_owned();
         suffix = suffix + at(&o_do) - at(&v_dv);
         suffix_size = suffix_size + at(&o_size) + at(&v_size) + at(&dg_size);
-        error = error.max(worst("sum_c dg = sum_{s>=t} (o.do - v.dv) + <S_T, dS_T>", &at(&dg_sum), &suffix, &suffix_size, tol)?);
+        error = error.max(worst(
+            "sum_c dg = sum_{s>=t} (o.do - v.dv) + <S_T, dS_T>",
+            &at(&dg_sum),
+            &suffix,
+            &suffix_size,
+            tol,
+        )?);
     }
     Ok(error)
 }
@@ -161,7 +172,8 @@ fn split(runner: &dyn Runner<KdaOp>, case: &Case<Config>, rng: &mut ChaCha8Rng) 
     let second_inputs = part(&inputs, at..time).with("initial_state", between.clone());
     let second = run(runner, &case.config, &second_inputs, Some(&part(&upstream, at..time)))?;
     let d_between = second.grads.get("initial_state").ok_or("`dinitial_state` is absent")?.clone();
-    let first = run(runner, &case.config, &first_inputs, Some(&part(&upstream, 0..at).with("final_state", d_between.clone())))?;
+    let first =
+        run(runner, &case.config, &first_inputs, Some(&part(&upstream, 0..at).with("final_state", d_between.clone())))?;
 
     // The recurrent form does the same operations either way; chunks have other borders, and so other roundings.
     let exact = case.config.form == Form::Recurrent;
@@ -326,7 +338,9 @@ fn only_forgets(runner: &dyn Runner<KdaOp>, case: &Case<Config>, rng: &mut ChaCh
             for t in 0..case.dim("T") {
                 sum += &g.slice(s![b, t, h, ..]);
                 let faded_q = sum.mapv(f64::exp) * &q.slice(s![b, t, h, ..]);
-                want_o.slice_mut(s![b, t, h, ..]).assign(&(scale(case) * start.slice(s![b, h, .., ..]).t().dot(&faded_q)));
+                want_o
+                    .slice_mut(s![b, t, h, ..])
+                    .assign(&(scale(case) * start.slice(s![b, h, .., ..]).t().dot(&faded_q)));
             }
             let faded = sum.mapv(f64::exp).insert_axis(Axis(1)) * start.slice(s![b, h, .., ..]);
             want_state.slice_mut(s![b, h, .., ..]).assign(&faded);

@@ -167,8 +167,10 @@ impl Operation for KdaOp {
 const FORM_OVERSHOOT: Tolerance = Tolerance::new(2e-11, "one formula in two orders of operation, f64, times 20");
 
 /// The same amplification in f32.
-const F32_OVERSHOOT: Tolerance =
-    Tolerance { slope: 3e-5, ..Tolerance::new(3e-5, "f32 rounding 6e-8 times sqrt(1000), times 20 from correlated keys") };
+const F32_OVERSHOOT: Tolerance = Tolerance {
+    slope: 3e-5,
+    ..Tolerance::new(3e-5, "f32 rounding 6e-8 times sqrt(1000), times 20 from correlated keys")
+};
 
 /// Every formula term, each with the gate that must notice.
 fn mutants() -> Vec<Mutant> {
@@ -347,8 +349,7 @@ impl<B: Kda> OperationOn<B> for KdaOp {
         upstream: Option<&Named<B::Tensor>>,
     ) -> Result<Run<B::Tensor>> {
         let op = Self::STEM;
-        let (outputs, saved) =
-            Kda::forward(b, config, glue::required(op, Inputs::from_named(glue::find(inputs)))?)?;
+        let (outputs, saved) = Kda::forward(b, config, glue::required(op, Inputs::from_named(glue::find(inputs)))?)?;
         let mut grads = Named::new();
         if let Some(upstream) = upstream {
             let upstream = glue::required(op, Outputs::from_named(glue::find(upstream)))?;
