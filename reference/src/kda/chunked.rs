@@ -366,3 +366,57 @@ fn solve_lower_transposed<T: Scalar>(l: ArrayView2<'_, T>, mut x: ArrayViewMut2<
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The inverse of a random unit triangular matrix of 64 rows is huge: the residual must still be rounding, relative
+    /// to the solution.
+    #[test]
+    fn c1_substitution_on_an_ill_conditioned_triangle() {
+        let mut state = 7u64;
+        let l = Array2::from_shape_fn((64, 64), |_| {
+            // Sums of twelve uniform numbers are close to normal.
+            let mut sum = -6.0;
+            for _ in 0..12 {
+                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                sum += (state >> 11) as f64 / (1u64 << 53) as f64;
+            }
+            sum
+        });
+        let mut unit = Array2::from_shape_fn((64, 64), |(i, j)| if j < i { l[[i, j]] } else { 0.0 });
+        unit.diag_mut().fill(1.0);
+        let identity = Array2::<f64>::eye(64);
+        let (mut lower, mut upper) = (identity.clone(), identity.clone());
+        solve_lower(l.view(), lower.view_mut());
+        solve_lower_transposed(l.view(), upper.view_mut());
+        let largest = lower.iter().fold(0.0f64, |a, x| a.max(x.abs()));
+        assert!(largest > 1e5, "the matrix is meant to be ill-conditioned, its inverse reaches {largest:e}");
+        for residual in [unit.dot(&lower) - &identity, unit.t().dot(&upper) - &identity] {
+            let worst = residual.iter().fold(0.0f64, |a, x| a.max(x.abs()));
+            assert!(worst <= 64.0 * 4.0 * f64::EPSILON * largest, "{worst:e} with an inverse of {largest:e}");
+        }
+    }
+
+    #[test]
+    fn every_pair_is_in_one_block_and_blocks_do_not_look_ahead() {
+        for len in [1, 2, 3, 7, 8, 9, 16, 21] {
+            let g = Array2::from_shape_fn((len, 1), |(i, _)| -0.01 * (i + 1) as f64);
+            let mut seen = Array2::<u32>::zeros((len, len));
+            for block in blocks(&g) {
+                assert_eq!(block.columns.end, block.rows.start);
+                for i in block.rows.clone() {
+                    for j in block.columns.clone() {
+                        seen[[i, j]] += 1;
+                        let decay = block.row_decay[[i - block.rows.start, 0]]
+                            * block.column_decay[[j - block.columns.start, 0]];
+                        let exponent: f64 = (j + 1..=i).map(|s| g[[s, 0]]).sum();
+                        approx::assert_relative_eq!(decay, exponent.exp(), max_relative = 1e-14);
+                    }
+                }
+            }
+            assert!(seen.indexed_iter().all(|((i, j), &n)| n == u32::from(j < i)), "{len}");
+        }
+    }
+}
