@@ -46,7 +46,8 @@ impl Operation for ResidualOp {
     fn cases() -> Vec<Case<Config>> {
         vec![
             case(2, 5, 8, "normal"),
-            case(1, 1, 1, "normal"),
+            // Not narrower: a single h = c + rho y may cancel, and then says nothing about f32.
+            case(1, 1, 4, "normal"),
             case(2, 7, 33, "activations"),
             case(3, 4, 6, "rho-zero"),
             // More rows than one block of the fixed-order sum of drho.
@@ -57,7 +58,7 @@ impl Operation for ResidualOp {
     }
 
     fn strategy() -> BoxedStrategy<Case<Config>> {
-        (1..4usize, 1..9usize, 1..40usize, 0..FAMILIES.len())
+        (1..4usize, 1..9usize, 4..40usize, 0..FAMILIES.len())
             .prop_map(|(b, t, d, family)| case(b, t, d, FAMILIES[family]))
             .boxed()
     }
