@@ -12,10 +12,8 @@
 //!
 //! A row that is wrong hides in the global rms of a long tensor, which is what `token` is for; a tensor that is scaled
 //! by 1.01 hides inside a bf16 band, which is what `slope` is for. Where `want` is all zero, so must `got` be, within
-//! `floor`.
-//!
-//! A short tensor of sums may be small by chance, because its terms cancel, while its rounding error has the size of
-//! the terms. A tolerance with a `usual` size measures every error against that size where `want` is smaller.
+//! `floor`. A gradient that is one number summed over all tokens may cancel as a whole; `size` says what its terms are
+//! worth, and its errors are relative to at least that.
 
 use std::fmt;
 
@@ -30,8 +28,8 @@ pub struct Tolerance {
     pub slope: f64,
     /// Magnitude below which a tensor counts as zero.
     pub floor: f64,
-    /// The rms that the tensor usually has, where it is known; 0 measures against the tensor at hand.
-    pub usual: f64,
+    /// Rms that the tensor has where its terms do not cancel: errors are relative to at least this.
+    pub size: f64,
     /// Where the number comes from.
     pub why: &'static str,
 }
@@ -39,7 +37,7 @@ pub struct Tolerance {
 impl Tolerance {
     /// A tolerance whose slope bound equals its rms bound: right wherever rounding is unbiased and small.
     pub const fn new(tol: f64, why: &'static str) -> Self {
-        Self { tol, slope: tol, floor: 0.0, usual: 0.0, why }
+        Self { tol, slope: tol, floor: 0.0, size: 0.0, why }
     }
 
     /// The same tolerance with a magnitude below which a tensor counts as zero.
@@ -47,9 +45,9 @@ impl Tolerance {
         Self { floor, ..self }
     }
 
-    /// The same tolerance for a tensor that usually has this rms.
-    pub const fn usual(self, usual: f64) -> Self {
-        Self { usual, ..self }
+    /// The same tolerance for a tensor whose terms are worth `size` before they cancel.
+    pub const fn size(self, size: f64) -> Self {
+        Self { size, ..self }
     }
 }
 
@@ -111,16 +109,17 @@ pub fn compare(name: &str, got: ArrayViewD<'_, f64>, want: ArrayViewD<'_, f64>, 
     let rms = (square / count).sqrt();
     let error_rms = (pairs().map(|(g, w)| ((g - w) / largest).powi(2)).sum::<f64>() / count).sqrt();
     let projection = pairs().map(|(g, w)| (g / largest) * (w / largest)).sum::<f64>();
-    let slope = (projection / square - 1.0).abs();
-    // 1 unless the tensor is smaller than usual.
-    let share = rms / rms.max(tolerance.usual / largest);
+    // Without `size`, `cancelled` is 1 and every measure is relative to `want` alone.
+    let cancelled = rms / rms.max(tolerance.size / largest);
+    let (rms, largest_uncancelled) = (rms / cancelled, largest.max(tolerance.size));
+    let slope = (projection / square - 1.0).abs() * cancelled;
     let (token_error, token) = worst_token(&got, &want, largest);
     let (index, element_error) = worst_element(&got, &want);
     let measures = [
-        ("rms", share * error_rms / rms, tolerance.tol),
-        ("token", share * token_error / rms, 10.0 * tolerance.tol),
-        ("element", share * element_error / largest, 10.0 * tolerance.tol),
-        ("slope", share * slope, tolerance.slope),
+        ("rms", error_rms / rms, tolerance.tol),
+        ("token", token_error / rms, 10.0 * tolerance.tol),
+        ("element", element_error / largest_uncancelled, 10.0 * tolerance.tol),
+        ("slope", slope, tolerance.slope),
     ];
     let (measure, value, bound) =
         measures.into_iter().max_by(|a, b| over(a.1, a.2).total_cmp(&over(b.1, b.2))).expect("there are four measures");
@@ -199,26 +198,12 @@ fn worst_element(got: &ArrayViewD<'_, f64>, want: &ArrayViewD<'_, f64>) -> (Vec<
 #[cfg(test)]
 mod tests {
     use super::*;
-    use approx::assert_relative_eq;
     use ndarray::{Array, Array2, ArrayD, IxDyn, array};
 
     const TIGHT: Tolerance = Tolerance::new(1e-3, "a test");
 
     fn sample() -> ArrayD<f64> {
         Array::from_shape_fn(IxDyn(&[50, 8]), |i| ((i[0] * 13 + i[1] * 7) % 17) as f64 - 8.2)
-    }
-
-    #[test]
-    fn a_sum_that_is_small_by_chance_is_measured_against_its_usual_size() {
-        let (got, want) = (array![1.01e-3].into_dyn(), array![1e-3].into_dyn());
-        assert!(!compare("x", got.view(), want.view(), &TIGHT).passes());
-        // An error of 1e-5 beside a usual size of 1 is 1e-5, and beside 0.005 it is 2e-3.
-        assert_relative_eq!(compare("x", got.view(), want.view(), &TIGHT.usual(1.0)).worst, 1e-2, max_relative = 1e-6);
-        assert!(!compare("x", got.view(), want.view(), &TIGHT.usual(0.005)).passes());
-        // A tensor of its usual size, or a larger one, is measured against itself.
-        let once = compare("x", sample().view(), (sample() * 1.0005).view(), &TIGHT);
-        assert_eq!(compare("x", sample().view(), (sample() * 1.0005).view(), &TIGHT.usual(1e-3)), once);
-        assert!(!compare("x", array![f64::NAN].into_dyn().view(), want.view(), &TIGHT.usual(1.0)).passes());
     }
 
     #[test]
@@ -275,6 +260,19 @@ mod tests {
         assert!(!compare("x", tiny.view(), zero.view(), &TIGHT).passes());
         assert!(compare("x", tiny.view(), zero.view(), &TIGHT.floor(1e-18)).passes());
         assert!(!compare("x", array![0.0, f64::NAN, 0.0].into_dyn().view(), zero.view(), &TIGHT.floor(1.0)).passes());
+    }
+
+    #[test]
+    fn errors_of_a_cancelled_sum_are_relative_to_its_terms() {
+        // A sum of terms worth 10 that cancels to 1e-4 has an error of 1e-3 times 10 by right, and no more.
+        let want = array![1e-4].into_dyn();
+        let sized = TIGHT.size(10.0);
+        assert!(!compare("drho", (&want + 0.009).view(), want.view(), &TIGHT).passes());
+        assert!(compare("drho", (&want + 0.009).view(), want.view(), &sized).passes());
+        assert!(!compare("drho", (&want + 0.011).view(), want.view(), &sized).passes());
+        // It does not widen anything where nothing cancels.
+        let large = array![20.0].into_dyn();
+        assert!(!compare("drho", (&large * 1.002).view(), large.view(), &sized).passes());
     }
 
     #[test]

@@ -257,6 +257,12 @@ pub trait Operation: Sized + Sync + 'static {
         crate::draw::typical_magnitude(values)
     }
 
+    /// The rms that a gradient's terms have before they cancel, for gradients that are one number summed over all tokens:
+    /// such a sum may come out as near zero as it likes, and rounding is relative to its terms. Zero for all others.
+    fn uncancelled(_name: &str, _inputs: &Values, _upstream: &Values) -> f64 {
+        0.0
+    }
+
     /// The tensor's spec.
     ///
     /// # Panics

@@ -10,7 +10,7 @@
 //! ```text
 //! draw_j     = dgates_j sigma(raw_j) sigma(-raw_j)                     j < 3
 //! draw_{3+e} = p_e sum_f p_f (dgates_{3+e} - dgates_{3+f})
-//! dc  = draw W[..D]^T,   dx0 = draw W[D..]^T
+//! dc  = draw W[..D]^T + plus.c,   dx0 = draw W[D..]^T + plus.x0
 //! dW[..D] = c^T draw,    dW[D..] = x0^T draw
 //! ```
 //!
@@ -95,12 +95,14 @@ pub trait Controller: Tensors {
         params: Params<&Self::Tensor>,
     ) -> Result<(Outputs<Self::Tensor>, Self::Saved)>;
 
-    /// Returns the gradients of the inputs and adds that of the weight into `into`.
+    /// Returns the gradients of the inputs, each with its `plus` (`[.., D]`) added, and adds that of the weight into
+    /// `into`.
     fn backward(
         &self,
         config: &Config,
         saved: &Self::Saved,
         upstream: Outputs<&Self::Tensor>,
+        plus: Inputs<Option<&Self::Tensor>>,
         into: Params<&Self::Tensor>,
     ) -> Result<Grads<Self::Tensor>>;
 }
@@ -154,6 +156,7 @@ impl<T: Scalar> Controller for Reference<T> {
         config: &Config,
         saved: &Saved<T>,
         upstream: Outputs<&Tensor<T>>,
+        plus: Inputs<Option<&Tensor<T>>>,
         into: Params<&Tensor<T>>,
     ) -> Result<Grads<Tensor<T>>> {
         const OP: &str = "controller::backward";
@@ -169,8 +172,15 @@ impl<T: Scalar> Controller for Reference<T> {
         let gates = self.read(OP, "gates", &saved.gates)?;
         let dgates = self.read(OP, "gates", upstream.gates)?;
         let draw = backward(saved.raw.view(), gates.rows(), dgates.rows());
-        let dc = matmul(draw.view(), top.t());
-        let dx0 = matmul(draw.view(), bottom.t());
+        let mut through = |arg: &'static str, half: ArrayView2<'_, T>, plus: Option<&Tensor<T>>| -> Result<Array2<T>> {
+            let Some(plus) = plus else { return Ok(matmul(draw.view(), half.t())) };
+            dims.bind_rows(arg, plus.shape(), "N", &["D"])?;
+            let mut sum = self.read(OP, arg, plus)?.rows().to_owned();
+            matmul_into(T::one(), draw.view(), half.t(), T::one(), sum.view_mut());
+            Ok(sum)
+        };
+        let dc = through("plus.c", top, plus.c)?;
+        let dx0 = through("plus.x0", bottom, plus.x0)?;
         let into_part = |part: usize| self.view(into.weight, part * width * draw.ncols(), &[width, draw.ncols()]);
         let dtop = matmul(self.read(OP, "c", &saved.c)?.rows().t(), draw.view());
         let dbottom = matmul(self.read(OP, "x0", &saved.x0)?.rows().t(), draw.view());
@@ -200,10 +210,13 @@ impl<B: Controller> Controller for Checked<B> {
         config: &Config,
         saved: &B::Saved,
         upstream: Outputs<&B::Tensor>,
+        plus: Inputs<Option<&B::Tensor>>,
         into: Params<&B::Tensor>,
     ) -> Result<Grads<B::Tensor>> {
-        self.finite("controller::backward", upstream.clone().named())?;
-        self.0.backward(config, saved, upstream, into)
+        const OP: &str = "controller::backward";
+        self.finite(OP, upstream.clone().named())?;
+        self.finite(OP, plus.clone().named().into_iter().filter_map(|(name, plus)| Some((name, plus?))))?;
+        self.0.backward(config, saved, upstream, plus, into)
     }
 }
 
@@ -258,6 +271,9 @@ fn backward<T: Scalar>(raw: ArrayView2<'_, T>, gates: ArrayView2<'_, T>, dgates:
 mod tests {
     use super::*;
     use approx::assert_relative_eq;
+
+    /// No gradient from other readers of c and x0.
+    const NOTHING: Inputs<Option<&Tensor<f64>>> = Inputs { c: None, x0: None };
     use ndarray::{Array, ArrayD, IxDyn, array};
 
     use crate::tensor::DType;
@@ -287,7 +303,7 @@ mod tests {
         let dgates = b.constant(array![[1.0, 1.0, 1.0, 3.0, 0.0]].into_dyn());
         let dweight = zeros(&b, &[2, 5]);
         let into = Params { weight: &dweight };
-        let grads = b.backward(&config(2), &saved, Outputs { gates: &dgates }, into).unwrap();
+        let grads = b.backward(&config(2), &saved, Outputs { gates: &dgates }, NOTHING, into).unwrap();
         let draw = [0.1875, 0.25, 0.1875, 2.0 / 3.0, -2.0 / 3.0];
         for (j, draw) in draw.into_iter().enumerate() {
             let got = b.download(&dweight).unwrap();
@@ -349,7 +365,7 @@ mod tests {
         let (out, saved) = b.forward(&config(2), Inputs { c: &x, x0: &x }, Params { weight: &weight }).unwrap();
         assert_eq!(out.gates.shape(), [3, 0, 5]);
         let upstream = Outputs { gates: &out.gates };
-        let grads = b.backward(&config(2), &saved, upstream, Params { weight: &dweight }).unwrap();
+        let grads = b.backward(&config(2), &saved, upstream, NOTHING, Params { weight: &dweight }).unwrap();
         assert_eq!(grads.dx0.shape(), [3, 0, 2]);
     }
 
@@ -389,7 +405,7 @@ mod tests {
         let backward = |gates: &[usize], weight: &[usize]| {
             let (gates, weight) = (zeros(&b, gates), zeros(&b, weight));
             let into = Params { weight: &weight };
-            b.backward(&config(2), &saved, Outputs { gates: &gates }, into).unwrap_err().to_string()
+            b.backward(&config(2), &saved, Outputs { gates: &gates }, NOTHING, into).unwrap_err().to_string()
         };
         assert_eq!(
             backward(&[5, 4], &[8, 5]),

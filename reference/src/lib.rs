@@ -23,8 +23,9 @@
 //! accumulate (`+=`) into tensors the caller owns, gradients of activations are returned; B = 0 and T = 0 give empty
 //! results, a head or width of zero is an error; this crate knows no GPU, no random generator and no clock.
 
-pub mod blend;
 pub mod adamw;
+pub mod backend;
+pub mod blend;
 pub mod checked;
 pub mod controller;
 pub mod cpu;
@@ -36,6 +37,7 @@ pub mod error;
 pub mod expert;
 pub mod fields;
 pub mod gated_rms_norm;
+pub mod kda;
 pub mod l2_norm;
 pub mod linear;
 pub mod matmul;
@@ -49,6 +51,7 @@ pub mod short_conv;
 pub mod spectral;
 pub mod tensor;
 
+pub use backend::Backend;
 pub use checked::Checked;
 pub use cpu::{Reference, Tensor};
 pub use dims::Dims;

@@ -76,6 +76,11 @@ pub trait Scalar:
     fn max(self, other: Self) -> Self {
         if other > self { other } else { self }
     }
+    /// self * a + b, rounded once on `f32` and `f64`, so that the bits are the same whatever the instruction set.
+    #[inline(always)]
+    fn mul_add(self, a: Self, b: Self) -> Self {
+        self * a + b
+    }
     /// Neither infinite nor NaN.
     fn is_finite(self) -> bool {
         self.to_f64().is_finite()
@@ -117,6 +122,10 @@ macro_rules! scalar_for_float {
             #[inline(always)]
             fn powf(self, exponent: f64) -> Self {
                 <$t>::powf(self, exponent as $t)
+            }
+            #[inline(always)]
+            fn mul_add(self, a: Self, b: Self) -> Self {
+                <$t>::mul_add(self, a, b)
             }
         }
     };

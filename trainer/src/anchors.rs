@@ -15,8 +15,8 @@ use std::ops::Range;
 /// Highest order.
 pub const MAX_ORDER: usize = 6;
 
-/// Training bytes the counts use at most: what comes after would need more memory than the model it is compared with.
-pub const FIT_LIMIT_BYTES: u64 = 64 << 20;
+/// Training bytes the counts use at most: at 32 bytes of memory a byte, more would outweigh the model it is compared with.
+pub const FIT_LIMIT_BYTES: u64 = 32 << 20;
 
 /// Counts of one string length `k`, for strings of `k` bytes packed into the low bits, the oldest highest.
 struct Counts {

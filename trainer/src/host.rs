@@ -93,6 +93,19 @@ pub fn provenance(command: &[String], seed: u64) -> Value {
     })
 }
 
+/// Asks the allocator to keep memory that was freed instead of giving it back to the system.
+///
+/// A step allocates and frees the same few hundred megabytes again and again. By default glibc maps and unmaps each
+/// large block, and every step pays a page fault for every page it touches.
+pub fn keep_freed_memory() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    // SAFETY: mallopt only sets parameters of the allocator, before other threads exist.
+    unsafe {
+        libc::mallopt(libc::M_MMAP_THRESHOLD, i32::MAX);
+        libc::mallopt(libc::M_TRIM_THRESHOLD, i32::MAX);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::{memory_bytes, now_compact, peak_memory_bytes, provenance, rfc3339};

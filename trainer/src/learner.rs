@@ -13,7 +13,7 @@ use dormouse_reference::adamw::{self, Adamw};
 use dormouse_reference::record::Record;
 use dormouse_reference::retract::{self, Retract};
 use dormouse_reference::sanitise::{self, Sanitise};
-use dormouse_reference::{Backend, DType, Error, StepKey};
+use dormouse_reference::{Backend, DType, Error, Reference, StepKey};
 use nalgebra::DMatrix;
 use ndarray::{Array2, ArrayD, ArrayView1, IxDyn, arr1};
 use rand::RngExt;
@@ -166,8 +166,7 @@ impl<B: Backend> ModelLearner<B> {
     fn update(&self, b: &B, retracts: bool) -> dormouse_reference::Result<()> {
         let (o, table) = (&self.config.optimizer, &self.model.table);
         let whole = 0..table.len();
-        let config =
-            sanitise::Config { max_norm: Some(o.clip_norm), clip: vec![whole], skips_allowed: SKIPS_ALLOWED };
+        let config = sanitise::Config { max_norm: Some(o.clip_norm), clip: vec![whole], skips_allowed: SKIPS_ALLOWED };
         let seen = Sanitise::update(b, &config, &self.model.grads, &self.losses, &self.counters)?;
         let groups = [(Group::Matrix, o.weight_decay), (Group::Vector, 0.0)];
         let groups = groups.into_iter().flat_map(|(group, weight_decay)| {
@@ -207,7 +206,9 @@ impl<B: Backend> ModelLearner<B> {
             let row = ring.index_axis(ndarray::Axis(0), step as usize % RING_STEPS);
             let row: Vec<f64> = row.iter().copied().collect();
             let ce: Vec<f64> = (0..n).map(|i| (0..parts).map(|part| row[part * n + i]).sum()).collect();
-            let [norm, nonfinite, _scale, apply] = row[parts * n..] else { bail!("a record has {} columns", row.len()) };
+            let [norm, nonfinite, _scale, apply] = row[parts * n..] else {
+                bail!("a record has {} columns", row.len())
+            };
             if nonfinite > 0.0 {
                 self.last_skipped = Some(step);
             }
@@ -258,6 +259,11 @@ impl<B: Backend> ModelLearner<B> {
     }
 }
 
+/// The learner of a run's configuration. Only the reference exists so far, so it is the one that trains.
+pub fn build(config: &Config) -> Result<Box<dyn Learner>> {
+    Ok(Box::new(ModelLearner::new(Reference::<f32>::new(), config)?))
+}
+
 /// Persistent memory of an evaluation at one shape: a step that is replayed finds its batch at the same place.
 struct Scoring<B: Backend> {
     shape: [usize; 2],
@@ -297,11 +303,7 @@ impl<B: Backend> Stream<B> {
                 })
             })
             .collect::<std::result::Result<Vec<_>, Error>>()?;
-        Ok(Self {
-            carry,
-            id: b.persistent(&[1, 1], DType::U8)?,
-            logits: b.persistent(&[1, 1, VOCABULARY], b.float())?,
-        })
+        Ok(Self { carry, id: b.persistent(&[1, 1], DType::U8)?, logits: b.persistent(&[1, 1, VOCABULARY], b.float())? })
     }
 
     /// Back to the start of a sequence.

@@ -5,10 +5,14 @@
 
 pub mod anchors;
 pub mod checkpoint;
+pub mod cli;
+pub mod commands;
 pub mod config;
 pub mod data;
 pub mod exit;
 pub mod host;
+pub mod learner;
+pub mod model;
 pub mod progress;
 pub mod rng;
 pub mod run;

@@ -1,5 +1,6 @@
 //! What a person sees: a bar on a terminal, plain lines anywhere else.
 
+use std::cell::RefCell;
 use std::io::{IsTerminal, Write};
 use std::time::Duration;
 
@@ -9,6 +10,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 pub struct Reporter {
     bar: Option<ProgressBar>,
     quiet: bool,
+    out: RefCell<Box<dyn Write>>,
 }
 
 impl Reporter {
@@ -16,10 +18,16 @@ impl Reporter {
     pub fn new(total_steps: u64, quiet: bool) -> Reporter {
         let terminal = std::io::stdout().is_terminal() && std::io::stderr().is_terminal();
         let bar = (terminal && !quiet).then(|| {
-            let style = ProgressStyle::with_template("{bar:24} {msg}").expect("the template is a constant that parses");
+            let style =
+                ProgressStyle::with_template("{bar:16} {wide_msg}").expect("the template is a constant that parses");
             ProgressBar::new(total_steps).with_style(style)
         });
-        Reporter { bar, quiet }
+        Reporter { bar, quiet, out: RefCell::new(Box::new(std::io::stdout())) }
+    }
+
+    /// Plain lines to `out`.
+    pub fn plain(out: Box<dyn Write>, quiet: bool) -> Reporter {
+        Reporter { bar: None, quiet, out: RefCell::new(out) }
     }
 
     /// Progress of the steps: moves the bar, or prints the line.
@@ -42,7 +50,7 @@ impl Reporter {
 
     /// A line that is always printed.
     pub fn result(&self, line: &str) {
-        self.above_bar(|| say(line));
+        self.above_bar(|| print_line(&mut *self.out.borrow_mut(), line));
     }
 
     /// A line about something that went wrong but does not end the run, to standard error.
@@ -70,7 +78,10 @@ impl Reporter {
 
 /// Prints a line to standard output. A reader that went away (`| head`) is no reason to end a run.
 pub fn say(line: &str) {
-    let mut out = std::io::stdout();
+    print_line(&mut std::io::stdout(), line);
+}
+
+fn print_line(out: &mut dyn Write, line: &str) {
     let _ = writeln!(out, "{line}").and_then(|()| out.flush());
 }
 

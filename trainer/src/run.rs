@@ -131,7 +131,10 @@ impl RunFolder {
 }
 
 fn cannot_write(path: &Path) -> String {
-    format!("run: cannot write `{}`; free some space, make the folder writable, or use another with --runs", path.display())
+    format!(
+        "run: cannot write `{}`; free some space, make the folder writable, or use another with --runs",
+        path.display()
+    )
 }
 
 fn pretty(value: &impl serde::Serialize) -> String {
@@ -166,7 +169,8 @@ impl JsonLines {
             Ok(()) => {
                 self.good_len += line.len() as u64;
                 let lost = std::mem::take(&mut self.lost);
-                (lost > 0).then(|| format!("run: `{}` can be written again; {lost} lines are missing", self.path.display()))
+                (lost > 0)
+                    .then(|| format!("run: `{}` can be written again; {lost} lines are missing", self.path.display()))
             }
             Err(error) => {
                 // What was written of the line goes again. If even that fails, so will the next line, and it tries again.
@@ -207,7 +211,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let config = preset("tiny").unwrap();
         let manifest = Manifest::of(&Corpus::shipped(), None).unwrap();
-        let create = |name: Option<&str>| RunFolder::create(folder.path(), name, &config, &manifest, &json!({"seed": 0}));
+        let create =
+            |name: Option<&str>| RunFolder::create(folder.path(), name, &config, &manifest, &json!({"seed": 0}));
         let run = create(Some("a")).unwrap();
         assert_eq!(run.config().unwrap(), config);
         assert_eq!(run.data_manifest().unwrap().hash(), manifest.hash());

@@ -6,7 +6,7 @@
 use dormouse_reference::Reference;
 use ndarray::ArrayD;
 
-use super::{Context, Outcome, compare_runs, draw_upstream, over_cases, text, usual_sizes};
+use super::{Context, Outcome, compare_runs, draw_upstream, over_cases, text, uncancelled_sizes};
 use crate::description::{Gate, Operation, OperationOn};
 use crate::named::Values;
 use crate::runner::{OnBackend, Runner};
@@ -35,10 +35,9 @@ pub fn gate<O: Operation>(
         let upstream = O::NO_GRADIENT.is_none().then(|| rounded(&draw_upstream::<O>(case, &forward.outputs, rng)));
         let want = reference.run(&case.config, &inputs, upstream.as_ref()).map_err(text)?;
         let got = device.run(&case.config, &inputs, upstream.as_ref()).map_err(text)?;
-        let usual = usual_sizes::<O>(case, &want, rng, |upstream| {
-            reference.run(&case.config, &inputs, Some(upstream)).map_err(text)
-        })?;
-        compare_runs(&got, &want, &usual, &tolerance(O::tolerances(case)))
+        let again = |upstream: &Values| reference.run(&case.config, &inputs, Some(upstream)).map_err(text);
+        let sizes = uncancelled_sizes::<O>(case, &inputs, upstream.as_ref(), &want, rng, again)?;
+        compare_runs(&got, &want, &tolerance(O::tolerances(case)), &sizes)
     })
     .outcome(O::STEM, Gate::Diff, context)
 }

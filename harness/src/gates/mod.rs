@@ -277,43 +277,49 @@ const FEW_ELEMENTS: usize = 64;
 /// Fresh upstream gradients to see how large a short gradient usually is.
 const SIZE_DRAWS: usize = 8;
 
-/// The rms that each short gradient usually has with this case's inputs.
+/// The rms that each short gradient has before its terms cancel: what the operation says, and at least what it usually
+/// has with this case's inputs.
 ///
 /// A parameter's gradient is a sum over all rows, and for some upstream gradients its terms cancel. A sum a hundred
 /// times smaller than usual has a relative rounding error a hundred times larger than usual, which is no fault.
 /// `trusted` is the side that the result is held against, so a fault cannot widen its own bound.
-fn usual_sizes<O: Operation>(
+fn uncancelled_sizes<O: Operation>(
     case: &Case<O::Config>,
+    inputs: &Values,
+    upstream: Option<&Values>,
     want: &Run<ArrayD<f64>>,
     rng: &mut ChaCha8Rng,
     trusted: impl Fn(&Values) -> Result<Run<ArrayD<f64>>, String>,
 ) -> Result<Named<f64>, String> {
+    let mut sizes = Named::new();
+    let Some(upstream) = upstream else { return Ok(sizes) };
     let few = |g: &ArrayD<f64>| (1..=FEW_ELEMENTS).contains(&g.iter().filter(|g| **g != 0.0).count());
-    let short: Vec<&'static str> = want.grads.iter().filter(|(_, g)| few(g)).map(|(name, _)| name).collect();
-    let mut squares: Named<f64> = short.iter().map(|&name| (name, 0.0)).collect();
-    if short.is_empty() {
-        return Ok(squares);
-    }
-    for _ in 0..SIZE_DRAWS {
+    let mut squares: Named<f64> = want.grads.iter().filter(|(_, g)| few(g)).map(|(name, _)| (name, 0.0)).collect();
+    let draws = if squares.is_empty() { 0 } else { SIZE_DRAWS };
+    for _ in 0..draws {
         let grads = trusted(&draw_upstream::<O>(case, &want.outputs, rng))?.grads;
         for (name, square) in squares.iter_mut() {
             let gradient = grads.at(name);
             *square += gradient.iter().map(|g| g * g).sum::<f64>() / (SIZE_DRAWS * gradient.len()) as f64;
         }
     }
-    Ok(squares.map(|_, square| square.sqrt()))
+    for (name, _) in want.grads.iter() {
+        let usual = squares.get(name).map_or(0.0, |square| square.sqrt());
+        sizes.set(name, usual.max(O::uncancelled(name, inputs, upstream)));
+    }
+    Ok(sizes)
 }
 
 /// Compares every output and gradient of two runs; a tensor that only one side has is a failure.
 fn compare_runs(
     got: &Run<ArrayD<f64>>,
     want: &Run<ArrayD<f64>>,
-    usual: &Named<f64>,
     tolerance: &Tolerance,
+    uncancelled: &Named<f64>,
 ) -> Result<f64, String> {
     let outputs = compare_named(&got.outputs, &want.outputs, "", |_| *tolerance)?;
     let grads = compare_named(&got.grads, &want.grads, "d", |name| {
-        tolerance.usual(usual.get(name).copied().unwrap_or_default())
+        tolerance.size(uncancelled.get(name).copied().unwrap_or_default())
     })?;
     Ok(outputs.max(grads))
 }

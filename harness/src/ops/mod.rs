@@ -4,14 +4,20 @@ use dormouse_reference::{Dual, Reference};
 
 use crate::description::OperationOn;
 
+pub mod blend;
+pub mod controller;
 pub mod cross_entropy;
 pub mod decay_gate;
 pub mod embedding;
+pub mod expert;
 pub mod gated_rms_norm;
+pub mod kda;
 pub mod l2_norm;
 pub mod linear;
+pub mod residual;
 pub mod rms_norm;
 pub mod short_conv;
+pub mod spectral;
 
 /// Something to do with every operation's description.
 pub trait Visitor {
@@ -23,12 +29,18 @@ pub trait Visitor {
 
 /// Walks all operations.
 pub fn visit_all(visitor: &mut impl Visitor) {
+    visitor.visit::<blend::BlendOp>();
+    visitor.visit::<controller::ControllerOp>();
     visitor.visit::<cross_entropy::CrossEntropyOp>();
     visitor.visit::<decay_gate::DecayGateOp>();
     visitor.visit::<embedding::EmbeddingOp>();
+    visitor.visit::<expert::ExpertOp>();
     visitor.visit::<gated_rms_norm::GatedRmsNormOp>();
+    visitor.visit::<kda::KdaOp>();
     visitor.visit::<l2_norm::L2NormOp>();
     visitor.visit::<linear::LinearOp>();
+    visitor.visit::<residual::ResidualOp>();
     visitor.visit::<rms_norm::RmsNormOp>();
     visitor.visit::<short_conv::ShortConvOp>();
+    visitor.visit::<spectral::SpectralOp>();
 }

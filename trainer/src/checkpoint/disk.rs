@@ -11,28 +11,29 @@ use super::CheckpointError;
 /// Space that must be left beside a checkpoint, for the manifest, the logs and the file system's own blocks.
 const SLACK_BYTES: u64 = 1 << 20;
 
-pub(super) fn io_error(operation: &'static str, path: &Path, source: std::io::Error) -> CheckpointError {
-    let fix = match source.kind() {
+pub(super) fn io_error(operation: &'static str, path: &Path, cause: std::io::Error) -> CheckpointError {
+    let fix = match cause.kind() {
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded => "free some space on that disk",
         ErrorKind::FileTooLarge => "raise the file size limit (ulimit -f)",
         ErrorKind::ReadOnlyFilesystem => "use a folder on a disk that can be written",
         ErrorKind::PermissionDenied => "make the folder writable, or use another with --runs",
         ErrorKind::NotFound => "it was removed, or never written",
+        ErrorKind::AlreadyExists | ErrorKind::NotADirectory => "remove the file that is in its place",
         _ => "see whether the disk is healthy",
     };
-    CheckpointError::Io { operation, path: path.to_owned(), source, fix }
+    CheckpointError::Io { operation, path: path.to_owned(), cause, fix }
 }
 
 pub(super) fn create_folder(path: &Path) -> Result<(), CheckpointError> {
-    std::fs::create_dir_all(path).map_err(|source| io_error("create", path, source))
+    std::fs::create_dir_all(path).map_err(|cause| io_error("create", path, cause))
 }
 
 pub(super) fn read(path: &Path) -> Result<Vec<u8>, CheckpointError> {
-    std::fs::read(path).map_err(|source| io_error("read", path, source))
+    std::fs::read(path).map_err(|cause| io_error("read", path, cause))
 }
 
 pub(super) fn rename(from: &Path, to: &Path) -> Result<(), CheckpointError> {
-    std::fs::rename(from, to).map_err(|source| io_error("rename", from, source))
+    std::fs::rename(from, to).map_err(|cause| io_error("rename", from, cause))
 }
 
 /// Writes a file and waits until its bytes are on the disk.
@@ -42,12 +43,12 @@ pub(super) fn write_synced(path: &Path, bytes: &[u8]) -> Result<(), CheckpointEr
         file.write_all(bytes)?;
         file.sync_all()
     };
-    write().map_err(|source| io_error("write", path, source))
+    write().map_err(|cause| io_error("write", path, cause))
 }
 
 /// Waits until a folder's entries are on the disk.
 pub(super) fn sync_folder(path: &Path) -> Result<(), CheckpointError> {
-    File::open(path).and_then(|folder| folder.sync_all()).map_err(|source| io_error("sync", path, source))
+    File::open(path).and_then(|folder| folder.sync_all()).map_err(|cause| io_error("sync", path, cause))
 }
 
 pub(super) fn check_space(folder: &Path, bytes: u64) -> Result<(), CheckpointError> {

@@ -11,7 +11,7 @@ mod store;
 
 pub use disk::free_bytes;
 pub use state::{State, Tensor, TensorData};
-pub use store::{Found, newest_good, retain};
+pub use store::{Found, best_good, list, newest_good, retain};
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -30,8 +30,8 @@ const MANIFEST: &str = "manifest.json";
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum CheckpointError {
-    #[error("checkpoint: cannot {operation} `{path}`: {source}; {fix}")]
-    Io { operation: &'static str, path: PathBuf, source: std::io::Error, fix: &'static str },
+    #[error("checkpoint: cannot {operation} `{path}`: {cause}; {fix}")]
+    Io { operation: &'static str, path: PathBuf, cause: std::io::Error, fix: &'static str },
     #[error(
         "checkpoint: `{path}` needs {needed} bytes, {free} are free; free some space, or lower checkpoint.keep_last"
     )]

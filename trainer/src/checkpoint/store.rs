@@ -31,6 +31,29 @@ pub fn newest_good(parent: &Path) -> Result<Found, CheckpointError> {
     Err(CheckpointError::NoneGood { path: parent.to_owned(), skipped })
 }
 
+/// The good checkpoint under `parent` with the fewest held-out bits per byte; the newest one if none was scored.
+pub fn best_good(parent: &Path) -> Result<Found, CheckpointError> {
+    let mut scored: Vec<(f64, PathBuf)> = folders(parent)?
+        .into_iter()
+        .filter_map(|(_, path)| read_manifest(&path).ok()?.eval_bpb.map(|bpb| (bpb, path)))
+        .collect();
+    scored.sort_by(|a, b| a.0.total_cmp(&b.0));
+    let mut skipped = Vec::new();
+    for (_, path) in scored {
+        match load(&path) {
+            Ok(loaded) => return Ok(Found { path, loaded, skipped }),
+            Err(error) => skipped.push(error.to_string()),
+        }
+    }
+    newest_good(parent)
+}
+
+/// Every finished checkpoint under `parent`, oldest first, verified.
+pub fn list(parent: &Path) -> Result<Vec<(PathBuf, Result<Manifest, CheckpointError>)>, CheckpointError> {
+    let all = folders(parent)?;
+    Ok(all.into_iter().map(|(_, path)| (path.clone(), super::verify(&path))).collect())
+}
+
 /// The finished checkpoint folders under `parent` with their steps, oldest first.
 pub(super) fn folders(parent: &Path) -> Result<Vec<(u64, PathBuf)>, CheckpointError> {
     let mut found = Vec::new();

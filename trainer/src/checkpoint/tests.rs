@@ -1,6 +1,8 @@
 use std::path::Path;
 
-use super::{CheckpointError, Facts, State, Tensor, folder_name, load, newest_good, retain, save, verify};
+use super::{
+    CheckpointError, Facts, State, Tensor, best_good, folder_name, list, load, newest_good, retain, save, verify,
+};
 
 fn state(step: u64) -> State {
     let mut state = State { updates: step, ..State::default() };
@@ -134,6 +136,8 @@ fn retention_keeps_the_newest_the_best_and_the_milestones() {
         let step = 100 * (index as u64 + 1);
         save(folder.path(), &state(step), &facts(step, bpb.is_finite().then_some(*bpb))).unwrap();
     }
+    assert_eq!(best_good(folder.path()).unwrap().loaded.manifest.next_step, 200);
+    assert!(list(folder.path()).unwrap().iter().all(|(_, outcome)| outcome.is_ok()));
     let removed = retain(folder.path(), 600, 2, 300).unwrap();
     assert_eq!(steps(folder.path()), [200, 300, 500, 600]);
     assert_eq!(removed.len(), 2);

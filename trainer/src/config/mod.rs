@@ -21,8 +21,8 @@ use crate::schedule::Schedule;
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum ConfigError {
-    #[error("config: cannot read `{path}`: {source}")]
-    Unreadable { path: PathBuf, source: std::io::Error },
+    #[error("config: cannot read `{path}`: {cause}")]
+    Unreadable { path: PathBuf, cause: std::io::Error },
     #[error("config: `{origin}` is not TOML:\n{problem}")]
     Syntax { origin: String, problem: String },
     #[error("config: {place}: unknown key `{key}`{nearest}; `dormouse inspect` prints every key")]

@@ -76,7 +76,7 @@ impl FileTable {
 
 fn read_file(path: &Path) -> Result<FileTable, ConfigError> {
     let text =
-        std::fs::read_to_string(path).map_err(|source| ConfigError::Unreadable { path: path.to_owned(), source })?;
+        std::fs::read_to_string(path).map_err(|cause| ConfigError::Unreadable { path: path.to_owned(), cause })?;
     let table = toml::from_str(&text).map_err(|error: toml::de::Error| ConfigError::Syntax {
         origin: path.display().to_string(),
         problem: error.to_string(),

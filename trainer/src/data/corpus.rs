@@ -63,7 +63,7 @@ impl Corpus {
     /// # Errors
     /// [`DataError`] if the path is missing, unreadable, or holds fewer than 2 bytes (one to read, one to predict).
     pub fn open(path: &Path) -> Result<Corpus, DataError> {
-        let unreadable = |source| DataError::Unreadable { path: path.to_owned(), source };
+        let unreadable = |cause| DataError::Unreadable { path: path.to_owned(), cause };
         let root = match std::fs::canonicalize(path) {
             Ok(root) => root,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
@@ -86,7 +86,7 @@ impl Corpus {
         for file in files {
             let size = File::open(&file)
                 .and_then(|open| open.metadata())
-                .map_err(|source| DataError::Unreadable { path: file.clone(), source })?
+                .map_err(|cause| DataError::Unreadable { path: file.clone(), cause })?
                 .len();
             parts.push(Part { name: file.display().to_string(), source: Source::File(file), start: len, len: size });
             len += size;
@@ -140,7 +140,7 @@ impl Corpus {
             match &part.source {
                 Source::File(path) => File::open(path)
                     .and_then(|file| file.read_exact_at(target, offset))
-                    .map_err(|source| DataError::Unreadable { path: path.clone(), source })?,
+                    .map_err(|cause| DataError::Unreadable { path: path.clone(), cause })?,
                 Source::Static(all) => target.copy_from_slice(&all[offset as usize..offset as usize + take]),
                 Source::Owned(all) => target.copy_from_slice(&all[offset as usize..offset as usize + take]),
             }
@@ -161,7 +161,7 @@ impl Part {
             Source::Static(bytes) => (blake3::hash(bytes), bytes.len() as u64, None),
             Source::Owned(bytes) => (blake3::hash(bytes), bytes.len() as u64, None),
             Source::File(path) => {
-                hash_file(path).map_err(|source| DataError::Unreadable { path: path.clone(), source })?
+                hash_file(path).map_err(|cause| DataError::Unreadable { path: path.clone(), cause })?
             }
         };
         Ok(ManifestFile { path: self.name.clone(), bytes: len, blake3: hash.to_hex().to_string(), device_inode })
@@ -186,7 +186,7 @@ fn hash_file(path: &Path) -> std::io::Result<(blake3::Hash, u64, Option<(u64, u6
 }
 
 fn collect_files(folder: &Path, files: &mut Vec<PathBuf>) -> Result<(), DataError> {
-    let unreadable = |source| DataError::Unreadable { path: folder.to_owned(), source };
+    let unreadable = |cause| DataError::Unreadable { path: folder.to_owned(), cause };
     for entry in std::fs::read_dir(folder).map_err(unreadable)? {
         let entry = entry.map_err(unreadable)?;
         let path = entry.path();

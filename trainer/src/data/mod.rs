@@ -31,8 +31,8 @@ pub enum DataError {
     TooSmall { path: String, bytes: u64, needed: u64, why: String, fix: String },
     #[error("data: folder `{path}` holds no file with a byte in it; give a file or folder with data")]
     EmptyFolder { path: PathBuf },
-    #[error("data: cannot read `{path}`: {source}")]
-    Unreadable { path: PathBuf, source: std::io::Error },
+    #[error("data: cannot read `{path}`: {cause}")]
+    Unreadable { path: PathBuf, cause: std::io::Error },
     #[error("data: `{path}` is neither a file nor a folder; give a file or a folder of bytes")]
     NotAFile { path: PathBuf },
     #[error(

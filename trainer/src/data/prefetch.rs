@@ -44,7 +44,7 @@ impl Prefetch {
     ///
     /// # Errors
     /// What the worker met while reading, or that it has no batch left to give.
-    pub fn next(&mut self) -> anyhow::Result<Batch> {
+    pub fn next_batch(&mut self) -> anyhow::Result<Batch> {
         let receiver = self.receiver.as_ref().expect("the receiver lives until drop");
         match receiver.recv() {
             Ok(batch) => Ok(batch?),

@@ -243,12 +243,12 @@ fn the_worker_gives_the_same_batches_and_passes_errors_on() {
     let start = |steps, one| Prefetch::start(data.corpus.clone(), data.train.clone(), 4, steps, one).unwrap();
     let mut worker = start(5..8, false);
     for step in 5..8 {
-        assert_eq!(worker.next().unwrap(), data.batch(step, 4).unwrap());
+        assert_eq!(worker.next_batch().unwrap(), data.batch(step, 4).unwrap());
     }
-    assert!(worker.next().is_err());
+    assert!(worker.next_batch().is_err());
     let mut one = start(5..8, true);
-    assert_eq!(one.next().unwrap().bytes, data.batch(0, 4).unwrap().bytes);
-    assert_eq!(one.next().unwrap().step, 6);
+    assert_eq!(one.next_batch().unwrap().bytes, data.batch(0, 4).unwrap().bytes);
+    assert_eq!(one.next_batch().unwrap().step, 6);
     // Dropped with batches unread, the worker ends.
     drop(start(0..1_000_000, false));
 
@@ -257,6 +257,6 @@ fn the_worker_gives_the_same_batches_and_passes_errors_on() {
     let data = Data::new(&config(), Corpus::open(file.path()).unwrap(), None).unwrap();
     std::fs::write(file.path(), "cut short").unwrap();
     let mut worker = Prefetch::start(data.corpus.clone(), data.train.clone(), 4, 0..9, false).unwrap();
-    let error = worker.next().unwrap_err();
+    let error = worker.next_batch().unwrap_err();
     assert_eq!(crate::exit::Exit::of(&error), crate::exit::Exit::Data);
 }

@@ -80,7 +80,7 @@ fn the_whole_gradient_equals_central_differences_for_every_parameter() {
             assert!(typical > 0.0, "`{}` has no gradient at all", param.name);
             let error = [1e-3, 1e-4, 1e-5]
                 .map(|h| {
-                    let mut at = |h: f64| {
+                    let at = |h: f64| {
                         let mut moved = base.clone();
                         for (x, v) in moved[param.range()].iter_mut().zip(&v) {
                             *x += h * v;
@@ -162,8 +162,7 @@ fn changing_a_byte_moves_no_output_before_it_in_any_iteration() {
         let after = logits(&changed);
         for n in 0..config.model.iterations {
             for t in 0..31 {
-                let same = (0..VOCABULARY)
-                    .all(|c| before[[n, 0, t, c]].to_bits() == after[[n, 0, t, c]].to_bits());
+                let same = (0..VOCABULARY).all(|c| before[[n, 0, t, c]].to_bits() == after[[n, 0, t, c]].to_bits());
                 assert_eq!(same, t < at, "iteration {n}, position {t}, byte {at} changed");
             }
             for (x, y) in before.index_axis(ndarray::Axis(1), 1).iter().zip(after.index_axis(ndarray::Axis(1), 1)) {

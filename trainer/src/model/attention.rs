@@ -158,12 +158,8 @@ impl<B: Backend> Model<B> {
         if self.ablation == Ablation::DetachRecurrence {
             return Ok(du);
         }
-        let through_kda = Kda::backward(
-            b,
-            &configs::KDA,
-            &saved.kda,
-            kda::Outputs { o: &through_norm.d_o, final_state: None },
-        )?;
+        let through_kda =
+            Kda::backward(b, &configs::KDA, &saved.kda, kda::Outputs { o: &through_norm.d_o, final_state: None })?;
         let through_gate = DecayGate::backward(
             b,
             &configs::GATE,

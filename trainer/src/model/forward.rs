@@ -22,8 +22,8 @@ use super::{Model, Views};
 /// The operations' configs, all constants of the model.
 pub(super) mod configs {
     use super::{
-        Precision, blend, controller, cross_entropy, decay_gate, embedding, expert, gated_rms_norm, kda, l2_norm, linear,
-        residual, rms_norm, short_conv, spectral,
+        Precision, blend, controller, cross_entropy, decay_gate, embedding, expert, gated_rms_norm, kda, l2_norm,
+        linear, residual, rms_norm, short_conv, spectral,
     };
 
     pub const EMBEDDING: embedding::Config = embedding::Config {};
@@ -35,12 +35,8 @@ pub(super) mod configs {
     pub const GATE: decay_gate::Config =
         decay_gate::Config { kind: decay_gate::Kind::Bounded { lower_bound: -5.0 }, beta_scale: 1.0 };
     /// A state every 64 tokens, the chunk of the device kernels, so that states can be compared one by one.
-    pub const KDA: kda::Config = kda::Config {
-        scale: None,
-        form: kda::Form::Recurrent,
-        checkpoint_every: 64,
-        memory: kda::Memory::Save,
-    };
+    pub const KDA: kda::Config =
+        kda::Config { scale: None, form: kda::Form::Recurrent, checkpoint_every: 64, memory: kda::Memory::Save };
     /// mean o^2 starts near 1e-5, so a larger eps would swamp it.
     pub const OUT_NORM: gated_rms_norm::Config = gated_rms_norm::Config { eps: 1e-8 };
     pub const EXPERT: expert::Config = expert::Config { precision: Precision::Full, ffn: expert::Ffn::Silu };
@@ -156,13 +152,13 @@ impl<B: Backend> Model<B> {
             controller::Inputs { c, x0 },
             controller::Params { weight: &p.get("controller")? },
         )?;
-        let (attn, attention) = self.attention(b, p, u, carry)?;
+        let attention = self.attention(b, p, u, carry)?;
         let (dense, dense_saved) = self.linear(b, p, "dense", u)?;
         let (experts, expert) = self.experts(b, p, u)?;
         let (y, blend) = Blend::forward(
             b,
             &configs::BLEND,
-            blend::Inputs { gates: &gates.gates, attn: &attn, dense: &dense, experts: &experts, memory: None },
+            blend::Inputs { gates: &gates.gates, attn: &attention.y, dense: &dense, experts: &experts, memory: None },
         )?;
         let (next, residual) = Residual::forward(
             b,

@@ -22,8 +22,8 @@ mod backward;
 mod forward;
 mod params;
 
-pub use backward::Ablation;
 pub use attention::Carry;
+pub use backward::Ablation;
 pub use forward::{Batch, Forward};
 pub use params::{CONV_WIDTH, DECAY_RANK, Group, Init, Param, Table, VOCABULARY};
 

@@ -235,17 +235,7 @@ mod tests {
     use crate::config::preset;
 
     fn small() -> ModelConfig {
-        let nano = preset("nano").expect("nano is a preset");
-        ModelConfig {
-            width: 768,
-            heads: 12,
-            head_width: 64,
-            ffn_width: 2048,
-            iterations: 2,
-            rank: 64,
-            experts: 3,
-            ..nano.model
-        }
+        ModelConfig { width: 768, heads: 12, head_width: 64, ffn_width: 2048, iterations: 2, rank: 64, experts: 3 }
     }
 
     #[test]

@@ -12,7 +12,7 @@ use super::{Latch, Learner, Score, StepRecord, score};
 use crate::anchors::{Anchors, FIT_LIMIT_BYTES};
 use crate::checkpoint::{self, Facts};
 use crate::config::Config;
-use crate::data::{Data, Prefetch};
+use crate::data::{Data, Prefetch, Segment};
 use crate::exit::NonFiniteStop;
 use crate::host;
 use crate::progress::{Reporter, StepLine, gib, printable};
@@ -131,7 +131,7 @@ impl Session {
                 return self.stopped(done);
             }
             let step_began = Instant::now();
-            let batch = batches.next()?;
+            let batch = batches.next_batch()?;
             self.learner.step(&batch, self.schedule.lr_at(done, total))?;
             self.window.steps += 1;
             self.window.time += step_began.elapsed();
@@ -261,6 +261,12 @@ impl Session {
                 Some((hash, anchors)) if hash == self.anchors_key() => anchors,
                 _ => {
                     let measured = Anchors::measure(&self.data.train_bytes(FIT_LIMIT_BYTES)?, &self.eval_windows);
+                    let all: u64 = self.data.train.segments().iter().map(Segment::len).sum();
+                    if measured.fitted_bytes < all {
+                        let fitted = measured.fitted_bytes;
+                        self.reporter
+                            .note(&format!("n-grams are fitted on the first {fitted} of {all} training bytes"));
+                    }
                     let text = json!([self.anchors_key(), measured]).to_string();
                     // The file only saves time; a full disk must not end the run here.
                     if let Err(error) = self.run.write("anchors.json", &text) {
@@ -336,9 +342,7 @@ impl Session {
         let path = checkpoint::save(&self.run.checkpoints(), &self.learner.export()?, &self.facts(done))?;
         self.saved = Some(done);
         let keep = &self.config.checkpoint;
-        if let Err(error) =
-            checkpoint::retain(&self.run.checkpoints(), done, keep.keep_last, keep.keep_every_steps)
-        {
+        if let Err(error) = checkpoint::retain(&self.run.checkpoints(), done, keep.keep_last, keep.keep_every_steps) {
             self.reporter.warn(&format!("old checkpoints stay: {error}"));
         }
         Ok(path)

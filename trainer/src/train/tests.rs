@@ -1,14 +1,18 @@
+use std::cell::RefCell;
+use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
 
 use serde_json::Value;
 
 use super::toy::{POISONED_SEED, build};
-use super::{Ending, Learner, Limits, Request, Resume, prepare, run, score};
+use super::{Ending, Learner, Limits, Prepared, Request, Resume, prepare, run, score};
 use crate::checkpoint::{State, newest_good, verify};
 use crate::config::{Sources, preset};
 use crate::data::{Corpus, Data};
 use crate::exit::Exit;
+use crate::progress::Reporter;
 use crate::signals::Stop;
 
 /// The settings of these runs: everything happens within 20 steps.
@@ -33,7 +37,14 @@ struct Place {
 
 impl Place {
     fn new() -> Place {
-        Place { folder: tempfile::tempdir().unwrap() }
+        let folder = tempfile::tempdir().unwrap();
+        // A tenth of the shipped text: the n-gram anchors of every run are then fitted in no time.
+        std::fs::write(folder.path().join("text"), Corpus::shipped().read(0, 90_000).unwrap()).unwrap();
+        Place { folder }
+    }
+
+    fn text(&self) -> PathBuf {
+        self.folder.path().join("text")
     }
 
     fn runs(&self) -> PathBuf {
@@ -45,7 +56,8 @@ impl Place {
     }
 
     fn request(&self, name: &str, set: &[&str]) -> Request {
-        let set = SETTINGS.iter().chain(set).map(|argument| (*argument).to_owned()).collect();
+        let path = format!("data.path={}", self.text().display());
+        let set = [path.as_str()].iter().chain(&SETTINGS).chain(set).map(|argument| (*argument).to_owned()).collect();
         Request {
             sources: Sources { preset: Some("tiny".into()), set, ..Sources::default() },
             runs: self.runs(),
@@ -70,8 +82,35 @@ impl Place {
 }
 
 fn go(request: &Request, stop_at_step: Option<u64>) -> anyhow::Result<Ending> {
-    let limits = Limits { stop_at_step, max_time: None };
-    run(prepare(request, build)?, limits, &Stop::new(), "dormouse")
+    Ok(printed(request, stop_at_step)?.0)
+}
+
+/// What a test printed.
+#[derive(Clone, Default)]
+struct Sink(Rc<RefCell<Vec<u8>>>);
+
+impl Write for Sink {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.borrow_mut().extend(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+fn silent(mut prepared: Prepared) -> (Prepared, Sink) {
+    let sink = Sink::default();
+    prepared.reporter = Reporter::plain(Box::new(sink.clone()), false);
+    (prepared, sink)
+}
+
+fn printed(request: &Request, stop_at_step: Option<u64>) -> anyhow::Result<(Ending, String)> {
+    let (prepared, sink) = silent(prepare(request, build)?);
+    let ending = run(prepared, Limits { stop_at_step, max_time: None }, &Stop::new(), "dormouse")?;
+    let text = String::from_utf8(sink.0.borrow().clone())?;
+    Ok((ending, text))
 }
 
 fn state_of(run: &Path) -> State {
@@ -103,10 +142,19 @@ fn steps_in(run: &Path) -> Vec<u64> {
 #[test]
 fn a_run_learns_and_leaves_everything_it_promised() {
     let place = Place::new();
-    let Ending::Finished { score, anchors } = go(&place.request("a", &[]), None).unwrap() else {
-        panic!("the run did not finish");
-    };
+    let (ending, text) = printed(&place.request("a", &[]), None).unwrap();
+    let Ending::Finished { score, anchors } = ending else { panic!("the run did not finish") };
     let run = place.run("a");
+    let kn: Vec<String> = anchors.kn.iter().enumerate().map(|(i, bits)| format!("kn{}={bits:.4}", i + 1)).collect();
+    let last = format!("final held-out bpb model={:.4} {} windows=8", score.bpb, kn.join(" "));
+    let tail: Vec<&str> = text.lines().rev().take(5).collect();
+    assert_eq!(tail[4], last);
+    assert!(tail[3].starts_with("peak memory ") && tail[3].ends_with(" GiB"), "{text}");
+    assert_eq!(tail[2], format!("run folder {}", run.display()));
+    assert!(tail[1].contains(&format!("dormouse train --resume {}", run.display())), "{text}");
+    assert!(tail[0].contains(&format!("dormouse generate {} --prompt", run.display())), "{text}");
+    let progress: Vec<&str> = text.lines().filter(|line| line.contains(" | loss ")).collect();
+    assert!(progress[0].starts_with("step 1/20 | loss 5.5") && progress[1].starts_with("step 4/20"), "{text}");
     let metrics = lines(&run, "metrics.jsonl");
     let of = |kind: &str| metrics.iter().filter(|line| line["kind"] == kind).collect::<Vec<_>>();
     let steps: Vec<u64> = of("step").iter().map(|line| line["step"].as_u64().unwrap()).collect();
@@ -186,13 +234,13 @@ fn what_is_reported_and_saved_changes_no_weight() {
 fn a_signal_saves_and_the_run_goes_on_from_there() {
     let place = Place::new();
     let stop = Stop::new();
-    let prepared = prepare(&place.request("a", &[]), build).unwrap();
+    let (prepared, _) = silent(prepare(&place.request("a", &[]), build).unwrap());
     stop.request();
     assert_eq!(run(prepared, Limits::default(), &stop, "dormouse").unwrap(), Ending::Stopped { done: 0 });
     assert_eq!(steps_in(&place.run("a")), [0]);
     let Ending::Finished { .. } = go(&place.resume("a", &[], &[]), None).unwrap() else { panic!("not finished") };
     let limits = Limits { max_time: Some(std::time::Duration::ZERO), ..Limits::default() };
-    let prepared = prepare(&place.request("b", &[]), build).unwrap();
+    let (prepared, _) = silent(prepare(&place.request("b", &[]), build).unwrap());
     assert_eq!(run(prepared, limits, &Stop::new(), "dormouse").unwrap(), Ending::Stopped { done: 0 });
 }
 
@@ -223,7 +271,7 @@ fn a_score_is_the_mean_over_positions_with_its_standard_error() {
 fn a_failed_periodic_save_is_tried_again_and_a_failed_last_one_ends_the_run() {
     let place = Place::new();
     // A file where the checkpoints' folder must be: every save fails, training goes on, the last save is an error.
-    let prepared = prepare(&place.request("a", &[]), build).unwrap();
+    let (prepared, _) = silent(prepare(&place.request("a", &[]), build).unwrap());
     std::fs::write(place.run("a").join("checkpoints"), "in the way").unwrap();
     let error = run(prepared, Limits::default(), &Stop::new(), "dormouse").unwrap_err();
     assert_eq!(Exit::of(&error), Exit::Failed);
@@ -274,12 +322,13 @@ fn a_failed_periodic_save_is_tried_again_and_a_failed_last_one_ends_the_run() {
             self.0.first_nonfinite(batch)
         }
     }
-    let mut prepared = prepare(&place.request("b", &["checkpoint.keep_last=9"]), build).unwrap();
+    let (mut prepared, printed) = silent(prepare(&place.request("b", &["checkpoint.keep_last=9"]), build).unwrap());
     let blocked = place.run("b").join("checkpoints");
     std::fs::write(&blocked, "in the way").unwrap();
     prepared.learner = Box::new(Unblocking(prepared.learner, blocked, 9));
     run(prepared, Limits::default(), &Stop::new(), "dormouse").unwrap();
     assert_eq!(steps_in(&place.run("b")), [12, 16, 20]);
+    assert!(String::from_utf8_lossy(&printed.0.borrow()).contains("step 12 | saved"));
 }
 
 #[test]
@@ -300,7 +349,7 @@ fn a_run_that_is_not_finite_stops_with_a_bundle_and_untouched_weights() {
         "config.toml".as_ref(),
     )
     .unwrap();
-    let data = Data::new(&config, Corpus::shipped(), None).unwrap();
+    let data = Data::open(&config).unwrap();
     assert_eq!(std::fs::read(bundle.join("batch.bin")).unwrap(), data.batch(13, 4).unwrap().bytes);
     // Every skipped step is in the log, marked, with the value that JSON cannot hold.
     let skipped: Vec<Value> =
@@ -315,10 +364,8 @@ fn a_run_that_is_not_finite_stops_with_a_bundle_and_untouched_weights() {
 #[test]
 fn a_resumed_run_checks_data_and_configuration() {
     let place = Place::new();
-    let file = place.folder.path().join("text");
-    std::fs::write(&file, Corpus::shipped().read(0, 60_000).unwrap()).unwrap();
-    let path = format!("data.path={}", file.display());
-    go(&place.request("a", &[&path]), Some(6)).unwrap();
+    let file = place.text();
+    go(&place.request("a", &[]), Some(6)).unwrap();
 
     let refused = go(&place.resume("a", &["optimizer.lr=1e-3"], &[]), None).unwrap_err();
     assert_eq!(Exit::of(&refused), Exit::Usage);
@@ -368,7 +415,7 @@ fn overfitting_one_batch_takes_its_loss_below_any_other() {
         let all = lines(&place.run(name), "metrics.jsonl");
         all.iter().rfind(|line| line["kind"] == "step").unwrap()["loss"].as_f64().unwrap()
     };
-    assert!(last("a") < 0.8 * last("b"), "{} {}", last("a"), last("b"));
+    assert!(last("a") < 0.9 * last("b"), "{} {}", last("a"), last("b"));
 }
 
 #[test]

@@ -1,0 +1,34 @@
+//! [`Backend`]: the sum of all operations.
+
+use crate::adamw::Adamw;
+use crate::blend::Blend;
+use crate::controller::Controller;
+use crate::cross_entropy::CrossEntropy;
+use crate::decay_gate::DecayGate;
+use crate::embedding::Embedding;
+use crate::expert::Expert;
+use crate::gated_rms_norm::GatedRmsNorm;
+use crate::kda::Kda;
+use crate::l2_norm::L2Norm;
+use crate::linear::Linear;
+use crate::record::Record;
+use crate::residual::Residual;
+use crate::retract::Retract;
+use crate::rms_norm::RmsNorm;
+use crate::sanitise::Sanitise;
+use crate::short_conv::ShortConv;
+use crate::spectral::Spectral;
+
+macro_rules! backend {
+    ($($operation:ident)*) => {
+        /// Every operation a model and its optimiser need. Whoever implements them all is a backend.
+        pub trait Backend: $($operation +)* {}
+
+        impl<B: $($operation +)*> Backend for B {}
+    };
+}
+
+backend! {
+    Adamw Blend Controller CrossEntropy DecayGate Embedding Expert GatedRmsNorm Kda L2Norm Linear Record Residual
+    Retract RmsNorm Sanitise ShortConv Spectral
+}

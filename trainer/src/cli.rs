@@ -1,0 +1,313 @@
+//! The command line.
+
+use std::path::{Path, PathBuf};
+
+use clap::{Args, Parser, Subcommand};
+use toml::Value;
+
+use crate::config::Sources;
+use crate::train::{Request, Resume};
+
+/// dormouse trains byte-level language models with Kimi Delta Attention.
+#[derive(Debug, Parser)]
+#[command(
+    name = "dormouse",
+    version,
+    about = "Trains byte-level language models with Kimi Delta Attention",
+    after_help = "Examples:
+  dormouse train                                     train `nano` on the text that ships with dormouse
+  dormouse train --data my-texts/ --steps 5000       train on every file below a folder
+  dormouse train --resume auto                       go on with the newest run
+  dormouse generate runs/NAME --prompt 'In the '     let a trained model write
+  dormouse anchors --data my-texts/                  what counting alone reaches on the same windows
+
+Exit codes: 0 done, 1 run failure, 2 usage, 3 not finite, 4 data, 130 interrupted twice."
+)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The subcommands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Train a model, or go on training one.
+    Train(Box<TrainArgs>),
+    /// Score a trained model on held-out bytes.
+    Eval(EvalArgs),
+    /// Let a trained model continue a prompt.
+    Generate(GenerateArgs),
+    /// Print a configuration with its parameters, data and checkpoint sizes; trains nothing.
+    Inspect(InspectArgs),
+    /// Score n-gram models on the windows a model would be scored on.
+    Anchors(AnchorsArgs),
+    /// Run the batch of a bundle that a run left when it stopped being finite.
+    Replay(ReplayArgs),
+}
+
+/// Where a configuration's values come from, weakest first: preset, file, --set, flags.
+#[derive(Clone, Debug, Default, Args)]
+pub struct ConfigArgs {
+    /// Preset to start from: nano (the default) or tiny.
+    #[arg(long, help_heading = "Configuration")]
+    pub preset: Option<String>,
+    /// TOML file laid over the preset.
+    #[arg(long, value_name = "FILE", help_heading = "Configuration")]
+    pub config: Option<PathBuf>,
+    /// One value by its key, for example optimizer.lr=1e-3; may be repeated.
+    #[arg(long, value_name = "KEY=VALUE", help_heading = "Configuration")]
+    pub set: Vec<String>,
+    /// File or folder of bytes to train on [default: the text that ships with dormouse].
+    #[arg(long, value_name = "PATH", help_heading = "Data")]
+    pub data: Option<PathBuf>,
+    /// File or folder of bytes to score on [default: blocks held out of the training bytes].
+    #[arg(long, value_name = "PATH", help_heading = "Data")]
+    pub eval: Option<PathBuf>,
+    /// Predicted bytes a row.
+    #[arg(long, value_name = "BYTES", help_heading = "Data")]
+    pub seq: Option<u32>,
+    /// Seed of every random number.
+    #[arg(long, value_name = "N", help_heading = "Configuration", value_parser = clap::value_parser!(u64).range(..=i64::MAX as u64))]
+    pub seed: Option<u64>,
+}
+
+impl ConfigArgs {
+    fn flags(&self) -> Vec<(String, Value)> {
+        let mut flags = Vec::new();
+        let mut push = |key: &str, value: Option<Value>| flags.extend(value.map(|value| (key.to_owned(), value)));
+        push("data.path", self.data.as_ref().map(|path| path_value(path)));
+        push("data.eval_path", self.eval.as_ref().map(|path| path_value(path)));
+        push("data.seq_bytes", self.seq.map(|seq| Value::Integer(seq.into())));
+        push("seed", self.seed.map(whole));
+        flags
+    }
+
+    /// The sources these arguments name.
+    pub fn sources(&self) -> Sources {
+        Sources {
+            base: None,
+            file: self.config.clone(),
+            preset: self.preset.clone(),
+            set: self.set.clone(),
+            flags: self.flags(),
+        }
+    }
+}
+
+/// Arguments of `train`.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  dormouse train                                      `nano` on the text that ships with dormouse
+  dormouse train --data my-texts/ --steps 5000 --lr 1e-3 --name first
+  dormouse train --config my.toml --set model.width=384 --set model.heads=6
+  dormouse train --resume runs/first                  go on where it stopped, to the bit
+  dormouse train --resume runs/first --steps 9000 --allow-change train.total_steps
+  dormouse train --overfit-one-batch --steps 300      a sound model's loss goes to zero
+
+The first Ctrl-C finishes the step, saves and prints the command that goes on; the second ends at once.")]
+pub struct TrainArgs {
+    /// Configuration and data.
+    #[command(flatten)]
+    pub config: ConfigArgs,
+    /// Optimiser updates in the whole run; the learning rate's schedule follows from it.
+    #[arg(long, value_name = "N", help_heading = "Training")]
+    pub steps: Option<u32>,
+    /// Rows in a step.
+    #[arg(long, value_name = "ROWS", help_heading = "Training")]
+    pub batch: Option<u32>,
+    /// Parts a step's rows are computed in.
+    #[arg(long, value_name = "PARTS", help_heading = "Training")]
+    pub accumulate: Option<u32>,
+    /// Learning rate of the constant part of the schedule.
+    #[arg(long, value_name = "RATE", help_heading = "Training")]
+    pub lr: Option<f64>,
+    /// Train every step on the first step's rows.
+    #[arg(long, help_heading = "Training")]
+    pub overfit_one_batch: bool,
+    /// Steps between evaluations.
+    #[arg(long, value_name = "STEPS", help_heading = "Reports")]
+    pub eval_every: Option<u32>,
+    /// Steps between checkpoints.
+    #[arg(long, value_name = "STEPS", help_heading = "Reports")]
+    pub save_every: Option<u32>,
+    /// Steps between lines on the terminal.
+    #[arg(long, value_name = "STEPS", help_heading = "Reports")]
+    pub log_every: Option<u32>,
+    /// Print results and warnings only.
+    #[arg(long, help_heading = "Reports")]
+    pub quiet: bool,
+    /// Folder of the run folders.
+    #[arg(long, value_name = "FOLDER", default_value = "runs", help_heading = "Run")]
+    pub runs: PathBuf,
+    /// Name of the new run's folder [default: preset, date and a hash].
+    #[arg(long, help_heading = "Run")]
+    pub name: Option<String>,
+    /// Go on with this run folder, or with the newest one (auto).
+    #[arg(long, value_name = "RUN|auto", help_heading = "Run")]
+    pub resume: Option<PathBuf>,
+    /// Key whose change may alter what a resumed run computes; may be repeated.
+    #[arg(long, value_name = "KEY", help_heading = "Run")]
+    pub allow_change: Vec<String>,
+    /// Stop, saved, when this many steps are done; the schedule stays that of the whole run.
+    #[arg(long, value_name = "STEP", help_heading = "Run")]
+    pub stop_at_step: Option<u64>,
+    /// Stop, saved, after this many minutes; the schedule stays that of the whole run.
+    #[arg(long, value_name = "MINUTES", help_heading = "Run")]
+    pub max_minutes: Option<f64>,
+}
+
+impl TrainArgs {
+    /// What these arguments ask for; `command` is the command line itself.
+    pub fn request(&self, command: Vec<String>) -> Request {
+        let mut sources = self.config.sources();
+        let mut push =
+            |key: &str, value: Option<Value>| sources.flags.extend(value.map(|value| (key.to_owned(), value)));
+        let integer = |value: Option<u32>| value.map(|value| Value::Integer(value.into()));
+        push("train.total_steps", integer(self.steps));
+        push("train.batch_rows", integer(self.batch));
+        push("train.accumulate", integer(self.accumulate));
+        push("optimizer.lr", self.lr.map(Value::Float));
+        push("train.overfit_one_batch", self.overfit_one_batch.then_some(Value::Boolean(true)));
+        push("log.eval_every_steps", integer(self.eval_every));
+        push("checkpoint.every_steps", integer(self.save_every));
+        push("log.every_steps", integer(self.log_every));
+        let resume = self.resume.clone().map(|run| match run.to_str() {
+            Some("auto") => Resume::Auto,
+            _ => Resume::Run(run),
+        });
+        Request {
+            sources,
+            runs: self.runs.clone(),
+            name: self.name.clone(),
+            resume,
+            allow_change: self.allow_change.clone(),
+            command,
+            quiet: self.quiet,
+        }
+    }
+}
+
+/// Arguments of `eval`.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  dormouse eval runs/first                            its own held-out windows
+  dormouse eval runs/first --eval other.txt           every window of another file, at most 1000
+      --set data.eval_windows=1000")]
+pub struct EvalArgs {
+    /// Run folder.
+    pub run: PathBuf,
+    /// Score the checkpoint with the fewest held-out bits per byte instead of the newest.
+    #[arg(long)]
+    pub best: bool,
+    /// File or folder of bytes to score on instead.
+    #[arg(long, value_name = "PATH")]
+    pub eval: Option<PathBuf>,
+    /// One value by its key, for example data.eval_windows=1000; may be repeated.
+    #[arg(long, value_name = "KEY=VALUE")]
+    pub set: Vec<String>,
+}
+
+/// Arguments of `generate`.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  dormouse generate runs/first --prompt 'In the beginning '
+  dormouse generate runs/first --temperature 0 --bytes 500
+  cat letter.txt | dormouse generate runs/first --stdin")]
+pub struct GenerateArgs {
+    /// Run folder.
+    pub run: PathBuf,
+    /// What to continue.
+    #[arg(long, default_value = "And ")]
+    pub prompt: String,
+    /// Read the prompt from standard input.
+    #[arg(long, conflicts_with = "prompt")]
+    pub stdin: bool,
+    /// Bytes to draw.
+    #[arg(long, default_value_t = 400)]
+    pub bytes: usize,
+    /// 0 takes the likeliest byte each time; 1 draws from the model's own distribution.
+    #[arg(long, default_value_t = 0.8)]
+    pub temperature: f64,
+    /// Seed of the draws.
+    #[arg(long, default_value_t = 0)]
+    pub seed: u64,
+    /// Use the checkpoint with the fewest held-out bits per byte instead of the newest.
+    #[arg(long)]
+    pub best: bool,
+}
+
+/// Arguments of `inspect`.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  dormouse inspect                                    the default configuration, every key
+  dormouse inspect --preset tiny --data my-texts/
+  dormouse inspect --run runs/first                   a run and its checkpoints")]
+pub struct InspectArgs {
+    /// Configuration and data.
+    #[command(flatten)]
+    pub config: ConfigArgs,
+    /// Inspect this run folder instead.
+    #[arg(long, value_name = "RUN")]
+    pub run: Option<PathBuf>,
+}
+
+/// Arguments of `anchors`.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  dormouse anchors                                    the text that ships with dormouse
+  dormouse anchors --data my-texts/ --json
+  dormouse anchors --data train.txt --eval test.txt")]
+pub struct AnchorsArgs {
+    /// Configuration and data.
+    #[command(flatten)]
+    pub config: ConfigArgs,
+    /// Print one JSON object instead of a table.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Arguments of `replay`.
+#[derive(Debug, Args)]
+pub struct ReplayArgs {
+    /// Folder `nonfinite_...` of a run.
+    pub bundle: PathBuf,
+}
+
+fn path_value(path: &Path) -> Value {
+    Value::String(path.display().to_string())
+}
+
+fn whole(value: u64) -> Value {
+    Value::Integer(i64::try_from(value).expect("the parser admits no larger seed"))
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::{CommandFactory, Parser};
+
+    use super::{Cli, Command};
+    use crate::config::resolve;
+
+    #[test]
+    fn the_definition_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn flags_reach_the_configuration() {
+        let line = "dormouse train --preset tiny --set optimizer.lr=5 --lr 0.25 --steps 7 --batch 6 --accumulate 3 --seq 12 \
+                    --seed 9 --data d --eval e --overfit-one-batch --eval-every 4 --save-every 5 --log-every 6";
+        let Command::Train(arguments) = Cli::try_parse_from(line.split_whitespace()).unwrap().command else {
+            panic!("not train");
+        };
+        let config = resolve(&arguments.request(Vec::new()).sources).unwrap();
+        assert_eq!(config.preset, "tiny");
+        assert_eq!(config.optimizer.lr, 0.25);
+        assert_eq!((config.train.total_steps, config.train.batch_rows, config.train.accumulate), (7, 6, 3));
+        assert_eq!((config.data.seq_bytes, config.seed, config.train.overfit_one_batch), (12, 9, true));
+        assert_eq!(config.data.path.as_deref(), Some("d".as_ref()));
+        assert_eq!(config.data.eval_path.as_deref(), Some("e".as_ref()));
+        assert_eq!((config.log.eval_every_steps, config.checkpoint.every_steps, config.log.every_steps), (4, 5, 6));
+    }
+}

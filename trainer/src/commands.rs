@@ -1,0 +1,236 @@
+//! What each subcommand does. The one place that builds a learner is the `build` it is given.
+
+use std::io::{Read, Write};
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context, bail, ensure};
+
+use crate::anchors::{Anchors, FIT_LIMIT_BYTES};
+use crate::checkpoint::{self, Loaded};
+use crate::cli::{AnchorsArgs, Command, EvalArgs, GenerateArgs, InspectArgs, ReplayArgs, TrainArgs};
+use crate::config::{Config, ConfigError, Sources, resolve};
+use crate::data::{Batch, Data};
+use crate::exit::Exit;
+use crate::progress::say;
+use crate::run::RunFolder;
+use crate::signals::Stop;
+use crate::train::{self, Build, Learner, Limits, parameter_table};
+
+/// Runs a subcommand and turns its error, if any, into a message and an exit code.
+pub fn run(command: Command, build: Build) -> ExitCode {
+    let done = match command {
+        Command::Train(arguments) => train(&arguments, build),
+        Command::Eval(arguments) => eval(&arguments, build),
+        Command::Generate(arguments) => generate(&arguments, build),
+        Command::Inspect(arguments) => inspect(&arguments, build),
+        Command::Anchors(arguments) => anchors(&arguments),
+        Command::Replay(arguments) => replay(&arguments, build),
+    };
+    finish(done)
+}
+
+/// Prints an error and gives its exit code.
+pub fn finish(done: anyhow::Result<()>) -> ExitCode {
+    match done {
+        Ok(()) => Exit::Done.into(),
+        Err(error) => {
+            // Standard error may be closed; the exit code still says what happened.
+            let _ = writeln!(std::io::stderr(), "error: {error:#}");
+            Exit::of(&error).into()
+        }
+    }
+}
+
+fn train(arguments: &TrainArgs, build: Build) -> anyhow::Result<()> {
+    let max_time = arguments.max_minutes.map(|minutes| Duration::try_from_secs_f64(60.0 * minutes)).transpose();
+    let max_time = max_time.map_err(|_| {
+        ConfigError::Usage("train: --max-minutes expected a number, 0 or more, that fits a clock".into())
+    })?;
+    // Before anything is written, so that a signal during the start is kept for the first step.
+    let stop = Stop::on_signals().context("train: cannot watch for signals")?;
+    let prepared = train::prepare(&arguments.request(std::env::args().collect()), build)?;
+    let limits = Limits { stop_at_step: arguments.stop_at_step, max_time };
+    train::run(prepared, limits, &stop, &program())?;
+    Ok(())
+}
+
+/// How the user called this program.
+fn program() -> String {
+    train::quoted(&std::env::args().next().unwrap_or_else(|| "dormouse".into()))
+}
+
+/// `dormouse anchors`.
+pub fn anchors(arguments: &AnchorsArgs) -> anyhow::Result<()> {
+    let config = resolve(&arguments.config.sources())?;
+    let data = Data::open(&config)?;
+    let train = data.train_bytes(FIT_LIMIT_BYTES)?;
+    let anchors = Anchors::measure(&train, &data.eval_windows()?);
+    if arguments.json {
+        say(&serde_json::to_string(&anchors).context("anchors: cannot write JSON")?);
+        return Ok(());
+    }
+    let all: u64 = data.train.segments().iter().map(crate::data::Segment::len).sum();
+    if anchors.fitted_bytes < all {
+        say(&format!("fitted on the first {} of {all} training bytes", anchors.fitted_bytes));
+    }
+    say(&format!(
+        "{}: fitted on {} training bytes, scored on {} held-out windows of {} bytes",
+        data.corpus.name(),
+        anchors.fitted_bytes,
+        anchors.windows,
+        config.data.eval_bytes
+    ));
+    say(anchors.table().trim_end());
+    Ok(())
+}
+
+/// A learner with the weights of a run's checkpoint, and the checkpoint.
+fn load(run: &RunFolder, best: bool, build: Build) -> anyhow::Result<(Config, Box<dyn Learner>, Loaded)> {
+    let found =
+        if best { checkpoint::best_good(&run.checkpoints())? } else { checkpoint::newest_good(&run.checkpoints())? };
+    for problem in &found.skipped {
+        let _ = writeln!(std::io::stderr(), "warning: skipped: {problem}");
+    }
+    let config = Config::from_toml(&found.loaded.config_toml, &found.path.join("config.toml"))?;
+    let mut learner = build(&config)?;
+    learner.import(&found.loaded.state).with_context(|| format!("cannot load `{}`", found.path.display()))?;
+    Ok((config, learner, found.loaded))
+}
+
+fn eval(arguments: &EvalArgs, build: Build) -> anyhow::Result<()> {
+    let run = RunFolder::open(&arguments.run)?;
+    let (stored, mut learner, loaded) = load(&run, arguments.best, build)?;
+    let eval = arguments.eval.as_ref().map(|path| toml::Value::String(path.display().to_string()));
+    let flags = eval.map(|path| ("data.eval_path".to_owned(), path)).into_iter().collect();
+    let sources = Sources { base: Some(stored.clone()), set: arguments.set.clone(), flags, ..Sources::default() };
+    let config = resolve(&sources)?;
+    if let Some(change) =
+        crate::config::changes(&stored, &config).iter().find(|change| !change.key.starts_with("data.eval"))
+    {
+        bail!(ConfigError::Invalid {
+            key: change.key.clone(),
+            problem: "cannot be changed for an evaluation".into(),
+            fix: "only data.eval_path, data.eval_windows and data.eval_bytes can".into(),
+        });
+    }
+    let data = Data::open(&config)?;
+    if arguments.eval.is_none() {
+        run.data_manifest()?.check_unchanged(&data.manifest)?;
+    }
+    let stop = Stop::on_signals().context("eval: cannot watch for signals")?;
+    let Some(score) = train::score(&mut *learner, &data.eval_windows()?, &stop)? else {
+        say("stopped");
+        return Ok(());
+    };
+    say(&format!(
+        "step {} held-out bpb model={:.4} standard_error={:.4} windows={}",
+        loaded.manifest.next_step, score.bpb, score.standard_error, score.windows
+    ));
+    Ok(())
+}
+
+fn generate(arguments: &GenerateArgs, build: Build) -> anyhow::Result<()> {
+    let mut prompt = arguments.prompt.clone().into_bytes();
+    if arguments.stdin {
+        prompt.clear();
+        std::io::stdin().read_to_end(&mut prompt).context("generate: cannot read the prompt")?;
+    }
+    if prompt.is_empty() {
+        bail!(ConfigError::Usage("generate: the prompt is empty; give it one byte or more".into()));
+    }
+    if !(arguments.temperature >= 0.0 && arguments.temperature.is_finite()) {
+        bail!(ConfigError::Usage(format!(
+            "generate: --temperature is {}; give a number, 0 or more",
+            arguments.temperature
+        )));
+    }
+    let run = RunFolder::open(&arguments.run)?;
+    let (_, mut learner, _) = load(&run, arguments.best, build)?;
+    let stop = Stop::on_signals().context("generate: cannot watch for signals")?;
+    let mut out = std::io::stdout();
+    // A reader that went away ends the sample, not the program.
+    let mut open = out.write_all(&prompt).is_ok();
+    let mut emit = |byte: u8| {
+        open = open && out.write_all(&[byte]).and_then(|()| out.flush()).is_ok();
+        open && !stop.requested()
+    };
+    learner.sample(&prompt, arguments.bytes, arguments.temperature, arguments.seed, &mut emit)?;
+    say("");
+    Ok(())
+}
+
+fn inspect(arguments: &InspectArgs, build: Build) -> anyhow::Result<()> {
+    let run = arguments.run.as_deref().map(RunFolder::open).transpose()?;
+    let base = run.as_ref().map(RunFolder::config).transpose()?;
+    let config = resolve(&Sources { base, ..arguments.config.sources() })?;
+    let learner = build(&config)?;
+    say(config.to_toml().trim_end());
+    say("");
+    for parameter in learner.parameters() {
+        let shape: Vec<String> = parameter.shape.iter().map(usize::to_string).collect();
+        say(&format!("{:40} {:>16}  {}", parameter.name, format!("[{}]", shape.join(", ")), parameter.group));
+    }
+    say(&parameter_table(&*learner));
+    let state = learner.export()?;
+    let bytes = |tensors: &std::collections::BTreeMap<String, checkpoint::Tensor>| -> usize {
+        tensors.values().map(|tensor| 4 * tensor.shape.iter().product::<usize>()).sum()
+    };
+    say(&format!("checkpoint: {} bytes of weights, {} of optimiser", bytes(&state.weights), bytes(&state.optimizer)));
+    let schedule = config.schedule();
+    let total = config.train.total_steps;
+    say(&format!(
+        "schedule: {} steps of warm-up, {} of decay, {} in all; {} bytes a step",
+        schedule.warmup_steps(total),
+        schedule.decay_steps(total),
+        total,
+        config.bytes_per_step()
+    ));
+    let data = Data::open(&config)?;
+    say(&format!(
+        "data: {}, {} bytes, {} windows an epoch, {} held-out windows; the run sees {:.2} epochs",
+        data.corpus.name(),
+        data.corpus.len(),
+        data.train.windows_per_epoch(),
+        data.eval.windows().len(),
+        data.train.epochs(total, config.train.batch_rows as u64)
+    ));
+    if let Some(run) = run {
+        for (path, outcome) in checkpoint::list(&run.checkpoints())? {
+            let text = match outcome {
+                Ok(manifest) => match manifest.eval_bpb {
+                    Some(bpb) => format!("good, held-out bpb {bpb:.4}"),
+                    None => "good, not scored".into(),
+                },
+                Err(error) => error.to_string(),
+            };
+            say(&format!("{}: {text}", path.display()));
+        }
+    }
+    Ok(())
+}
+
+fn replay(arguments: &ReplayArgs, build: Build) -> anyhow::Result<()> {
+    let folder: &Path = &arguments.bundle;
+    let loaded = checkpoint::load(folder)?;
+    let config = Config::from_toml(&loaded.config_toml, &folder.join("config.toml"))?;
+    let path = folder.join("batch.bin");
+    let bytes = std::fs::read(&path).with_context(|| format!("replay: cannot read `{}`", path.display()))?;
+    let (rows, len) = (config.train.batch_rows, config.data.seq_bytes);
+    ensure!(
+        bytes.len() == rows * (len + 1),
+        "replay: `{}` has {} bytes, expected {rows} rows of {}",
+        path.display(),
+        bytes.len(),
+        len + 1
+    );
+    let batch = Batch { step: loaded.manifest.next_step, rows, len, bytes };
+    let mut learner = build(&config)?;
+    learner.import(&loaded.state).with_context(|| format!("cannot load `{}`", folder.display()))?;
+    match learner.first_nonfinite(&batch)? {
+        Some(tensor) => say(&format!("first tensor that is not finite: {tensor}")),
+        None => say("every tensor is finite: the fault does not come back on these weights"),
+    }
+    Ok(())
+}

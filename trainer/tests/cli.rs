@@ -1,0 +1,94 @@
+//! The command line without a model: messages and exit codes.
+
+mod process;
+
+use process::Place;
+
+#[test]
+fn anchors_of_the_shipped_text_need_nothing() {
+    let place = Place::new();
+    let done = place.run(&["anchors"]);
+    done.expect(0, &[]);
+    assert!(done.out.contains("uniform                8.0000"), "{}", done.out);
+    assert!(done.out.contains("kneser-ney order 6"), "{}", done.out);
+    let json = place.run(&["anchors", "--json"]);
+    json.expect(0, &[]);
+    let anchors: serde_json::Value = serde_json::from_str(&json.out).unwrap();
+    assert_eq!(anchors["windows"], 64);
+    let kn: Vec<f64> = anchors["kn"].as_array().unwrap().iter().map(|bits| bits.as_f64().unwrap()).collect();
+    assert!(kn.len() == 6 && kn.windows(2).all(|pair| pair[1] < pair[0]), "{kn:?}");
+}
+
+#[test]
+fn unusable_data_is_exit_4_with_a_fix() {
+    let place = Place::new();
+    place.run(&["anchors", "--data", "missing.txt"]).expect(4, &["missing.txt", "does not exist", "--data"]);
+    place.file("empty", b"");
+    place.run(&["anchors", "--data", "empty"]).expect(4, &["has 0 bytes, expected at least 2"]);
+    place.file("one", b"x");
+    place.run(&["anchors", "--data", "one"]).expect(4, &["has 1 bytes, expected at least 2"]);
+    place.file("small", &[7; 1000]);
+    place.run(&["anchors", "--data", "small"]).expect(4, &["has 1000 bytes, expected at least", "data.seq_bytes"]);
+    std::fs::create_dir(place.path("folder")).unwrap();
+    place.run(&["anchors", "--data", "folder"]).expect(4, &["no file with a byte"]);
+    place.run(&["anchors", "--data", "/dev/null"]).expect(4, &["neither a file nor a folder"]);
+    place.file("both", &[7; 100_000]);
+    place.run(&["anchors", "--data", "both", "--eval", "both"]).expect(4, &["training data", "held-out data"]);
+}
+
+#[test]
+fn a_folder_and_its_own_held_out_file_work() {
+    let place = Place::new();
+    std::fs::create_dir(place.path("folder")).unwrap();
+    place.file("folder/a", &b"the cat sat on the mat. ".repeat(300));
+    place.file("folder/b", b"");
+    place.file("test", &b"the rat sat on the cat. ".repeat(100));
+    let done = place.run(&["anchors", "--data", "folder", "--eval", "test"]);
+    done.expect(0, &[]);
+    assert!(
+        done.out.contains("fitted on 7200 training bytes, scored on 4 held-out windows of 512 bytes"),
+        "{}",
+        done.out
+    );
+}
+
+#[test]
+fn a_wrong_command_line_is_exit_2_and_names_the_right_one() {
+    let place = Place::new();
+    place
+        .run(&["anchors", "--set", "train.total_stpes=3"])
+        .expect(2, &["unknown key", "nearest is `train.total_steps`"]);
+    place.run(&["anchors", "--set", "data.eval_windows=0"]).expect(2, &["`data.eval_windows` is 0"]);
+    place.run(&["anchors", "--set", "nonsense"]).expect(2, &["expected key=value"]);
+    place.run(&["anchors", "--preset", "huge"]).expect(2, &["unknown preset `huge`", "nano, tiny"]);
+    place.run(&["anchors", "--config", "missing.toml"]).expect(2, &["missing.toml"]);
+    place.file("bad.toml", b"seed = 1\n[data]\nseq_byte = 3\n");
+    place.run(&["anchors", "--config", "bad.toml"]).expect(2, &["`bad.toml` line 3", "nearest is `data.seq_bytes`"]);
+    place.file("broken.toml", b"seed = = 1\n");
+    place.run(&["anchors", "--config", "broken.toml"]).expect(2, &["is not TOML", "line 1"]);
+    place.run(&["anchors", "--dat", "x"]).expect(2, &["--data"]);
+    place.run(&["anchor"]).expect(2, &["anchors"]);
+    place.run(&[]).expect(2, &["Usage"]);
+    place.run(&["anchors", "--seed=-1"]).expect(2, &["--seed"]);
+}
+
+#[test]
+fn help_and_version_are_exit_0() {
+    let place = Place::new();
+    for arguments in [vec!["--help"], vec!["anchors", "--help"], vec!["--version"]] {
+        let done = place.run(&arguments);
+        done.expect(0, &[]);
+        assert!(done.out.contains("dormouse"), "{}", done.out);
+    }
+    assert!(place.run(&["anchors", "--help"]).out.contains("Examples:"));
+}
+
+#[test]
+fn a_reader_that_goes_away_is_no_crash() {
+    let place = Place::new();
+    let mut child = place.spawn(&["anchors"]);
+    drop(child.stdout.take());
+    let done = process::Done::of(child.wait_with_output().unwrap());
+    done.expect(0, &[]);
+    assert!(!done.err.contains("panicked"), "{}", done.err);
+}
