@@ -9,7 +9,6 @@ pub mod blend;
 pub mod controller;
 pub mod cross_entropy;
 pub mod decay_gate;
-pub mod cross_entropy;
 pub mod embedding;
 pub mod expert;
 pub mod gated_rms_norm;

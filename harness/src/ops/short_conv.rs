@@ -235,7 +235,7 @@ impl Operation for ShortConvOp {
 }
 
 /// A parameter's gradient in two orders of summation: its terms are of order one, and their sum may cancel.
-const SUM_OVER_TOKENS: Tolerance = tolerance::FORM.size(1.0);
+const SUM_OVER_TOKENS: Tolerance = tolerance::FORM.usual(1.0);
 
 /// Two parts, the first handing its context to the second, give the outputs of the whole bit for bit and its gradients
 /// to rounding, the second handing its context's gradient back.
