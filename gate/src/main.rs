@@ -198,7 +198,7 @@ impl Visitor for Walk<'_> {
         }
         if self.args.mutants {
             for plant in plants::<O>() {
-                println!("{}\t{}\t{}", O::STEM, plant.name(), caught_by::<O>(&plant).word());
+                println!("{}\t{}\t{}", O::STEM, plant.name(), caught_by(&plant).word());
             }
             return;
         }

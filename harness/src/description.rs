@@ -282,6 +282,8 @@ pub trait OperationOn<B: Tensors>: Operation {
 
 /// Helpers for writing [`OperationOn::run`].
 pub mod glue {
+    use std::cell::Cell;
+
     use dormouse_reference::{DType, Error, Result, Tensors};
 
     use crate::named::Named;
@@ -301,10 +303,30 @@ pub mod glue {
         })
     }
 
-    /// A zeroed tensor to accumulate the gradient of `like` into.
+    thread_local! {
+        static EARLIER: Cell<f64> = const { Cell::new(0.0) };
+    }
+
+    /// What the gradients of parameters hold before a run adds to them.
+    pub fn earlier_gradient() -> f64 {
+        EARLIER.get()
+    }
+
+    /// Runs `f` with the gradients of parameters holding `earlier` everywhere, as after an earlier part of a batch.
+    /// Gate `meta` uses it to see that gradients are added and not overwritten.
+    pub fn with_earlier_gradient<R>(earlier: f64, f: impl FnOnce() -> R) -> R {
+        EARLIER.set(earlier);
+        let result = f();
+        EARLIER.set(0.0);
+        result
+    }
+
+    /// A tensor to accumulate the gradient of `like` into: zero, or what [`with_earlier_gradient`] says.
     pub fn zeros_like<B: Tensors>(b: &B, like: &B::Tensor) -> Result<B::Tensor> {
         let dtype = if b.dtype(like).is_float() { b.dtype(like) } else { DType::F32 };
-        b.persistent(b.shape(like), dtype)
+        let into = b.persistent(b.shape(like), dtype)?;
+        b.fill(&into, earlier_gradient())?;
+        Ok(into)
     }
 
     /// The name of the input that the gradient field `field` (`dq`, `d_o`) belongs to.

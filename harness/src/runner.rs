@@ -5,7 +5,7 @@ use std::sync::Mutex;
 use dormouse_reference::{DType, Error, Tensors};
 use ndarray::{ArrayD, Axis, Slice};
 
-use crate::description::{Mutant, Operation, OperationOn, Role, Run};
+use crate::description::{Mutant, Operation, OperationOn, Role, Run, glue};
 use crate::named::{Named, Values};
 
 /// Something that can run an operation on host values.
@@ -54,7 +54,13 @@ pub struct Naive {
 
 impl<O: Operation> Runner<O> for Naive {
     fn run(&self, config: &O::Config, inputs: &Values, upstream: Option<&Values>) -> Result<Run<ArrayD<f64>>, Error> {
-        Ok(O::naive(config, inputs, upstream, self.twist))
+        let mut run = O::naive(config, inputs, upstream, self.twist);
+        for (name, gradient) in run.grads.iter_mut() {
+            if O::spec(name).role == Role::Param {
+                *gradient += glue::earlier_gradient();
+            }
+        }
+        Ok(run)
     }
 }
 
@@ -73,10 +79,12 @@ pub enum Fault {
     Nan,
     /// The last row was never written.
     UnwrittenTail,
+    /// A parameter's gradient replaced what earlier parts of the batch had added.
+    Overwritten,
 }
 
 impl Fault {
-    /// All generated faults.
+    /// The faults planted in every output and every gradient; `Overwritten` is for gradients of parameters.
     pub const ALL: [Fault; 6] =
         [Fault::Zero, Fault::Scaled, Fault::Shifted, Fault::Stale, Fault::Nan, Fault::UnwrittenTail];
 
@@ -89,6 +97,7 @@ impl Fault {
             Fault::Stale => "stale",
             Fault::Nan => "nan",
             Fault::UnwrittenTail => "unwritten-tail",
+            Fault::Overwritten => "overwritten",
         }
     }
 }
@@ -131,6 +140,7 @@ impl<'a, O: Operation> Faulty<'a, O> {
     fn break_tensor(&self, tensor: &mut ArrayD<f64>, fault: Fault, token_axis: usize) {
         match fault {
             Fault::Zero => tensor.fill(0.0),
+            Fault::Overwritten => *tensor -= glue::earlier_gradient(),
             Fault::Scaled => *tensor *= 0.99,
             Fault::Shifted => *tensor = shifted(tensor, token_axis),
             Fault::Nan => {
@@ -189,7 +199,8 @@ impl<O: Operation> Runner<O> for Faulty<'_, O> {
     }
 }
 
-/// All mutants of an operation: six faults for every output and every gradient, and the hand-written ones.
+/// All mutants of an operation: six faults for every output and every gradient, one more for every parameter's gradient,
+/// and the hand-written ones.
 pub fn plants<O: Operation>() -> Vec<Plant> {
     let mut all = Vec::new();
     for spec in O::tensors() {
@@ -200,6 +211,9 @@ pub fn plants<O: Operation>() -> Vec<Plant> {
                 _ => {}
             }
         }
+    }
+    for spec in O::tensors().into_iter().filter(|s| s.role == Role::Param && O::NO_GRADIENT.is_none()) {
+        all.push(Plant::Grad(spec.name, Fault::Overwritten));
     }
     all.extend(O::mutants().into_iter().map(Plant::Twist));
     all

@@ -347,7 +347,7 @@ mod tests {
         );
         assert_eq!(
             refused(&[5, 5], &row, &row, &[2, 4, 4], &row),
-            "blend::forward: `experts` is [2, 4, 4], expected [E, N, D] = [2, 5, 4] (N from `attn`)"
+            "blend::forward: `experts` is [2, 4, 4], expected [E, N, D] = [any, 5, 4] (N from `attn`)"
         );
         assert_eq!(
             refused(&[5, 5], &row, &row, &[2, 5, 4], &[4, 4]),

@@ -3,7 +3,7 @@
 use std::cell::Cell;
 use std::fmt;
 use std::marker::PhantomData;
-use std::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
 
 use ndarray::{Array, ArrayD, ArrayView, ArrayView1, ArrayView2, ArrayViewD, ArrayViewMut1, Dimension, IxDyn};
 
@@ -48,6 +48,16 @@ fn lock<V>(cell: &RwLock<V>) -> RwLockReadGuard<'_, V> {
 
 fn lock_mut<V>(cell: &RwLock<V>) -> RwLockWriteGuard<'_, V> {
     cell.write().unwrap_or_else(|poison| poison.into_inner())
+}
+
+/// Write access for an operation in place. A backend is used from one thread at a time, so a buffer that is locked
+/// already is locked by the same call, and waiting for it would wait for ever.
+fn lock_alone<'a, V>(op: &'static str, arg: &'static str, cell: &'a RwLock<V>) -> Result<RwLockWriteGuard<'a, V>> {
+    match cell.try_write() {
+        Ok(guard) => Ok(guard),
+        Err(TryLockError::Poisoned(poison)) => Ok(poison.into_inner()),
+        Err(TryLockError::WouldBlock) => Err(Error::Aliased { op, arg, other: "another argument of the call" }),
+    }
 }
 
 /// A handle to memory of a [`Reference`].
@@ -192,7 +202,8 @@ impl<T: Scalar> Reference<T> {
         }
     }
 
-    /// Changes a persistent tensor of real numbers in place. The tensor's buffer must not be read meanwhile.
+    /// Changes a persistent tensor of real numbers in place. Its buffer must not be in use by the same call, as it is
+    /// when a gradient is accumulated into the parameter itself: that is [`Error::Aliased`].
     pub fn update<R>(
         &self,
         op: &'static str,
@@ -205,7 +216,7 @@ impl<T: Scalar> Reference<T> {
         }
         match &*tensor.buffer {
             Buffer::Float(cell) => {
-                let mut guard = lock_mut(cell);
+                let mut guard = lock_alone(op, arg, cell)?;
                 let len = tensor.len();
                 Ok(f(ArrayViewMut1::from(&mut guard[tensor.start..tensor.start + len])))
             }
@@ -225,7 +236,10 @@ impl<T: Scalar> Reference<T> {
             return Err(Error::NotPersistent { op, arg });
         }
         match &*tensor.buffer {
-            Buffer::U32(cell) => Ok(f(&mut lock_mut(cell)[tensor.start..tensor.start + tensor.len()])),
+            Buffer::U32(cell) => {
+                let mut guard = lock_alone(op, arg, cell)?;
+                Ok(f(&mut guard[tensor.start..tensor.start + tensor.len()]))
+            }
             _ => Err(self.wrong_storage(op, arg, "u32".to_owned(), tensor)),
         }
     }
@@ -566,6 +580,21 @@ mod tests {
         let nested = b.view(&tail, 3, &[1]).unwrap();
         b.accumulate("test", "x", &nested, &array![1.0]).unwrap();
         assert_eq!(b.download(&flat).unwrap()[5], 4.0);
+    }
+
+    #[test]
+    fn accumulating_into_what_is_being_read_is_an_error_and_not_a_hang() {
+        let b = Reference::<f64>::new();
+        let x = b.persistent(&[2], DType::F64).unwrap();
+        let values = b.read("test", "x", &x).unwrap();
+        let error = b.accumulate("op::backward", "weight", &x, &array![1.0, 1.0]).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "op::backward: `weight` shares its allocation with `another argument of the call`, expected an allocation \
+             of its own"
+        );
+        drop(values);
+        b.accumulate("op::backward", "weight", &x, &array![1.0, 1.0]).unwrap();
     }
 
     #[test]

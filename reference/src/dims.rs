@@ -34,9 +34,14 @@ impl Dims {
         if shape.len() != symbols.len() {
             return Err(self.mismatch(arg, shape, symbols));
         }
+        // A symbol that appears twice in one shape binds at its first place and is checked at its second.
+        let known = self.bound.len();
         for (&len, &symbol) in shape.iter().zip(symbols) {
             match self.bound.iter().find(|(s, ..)| *s == symbol) {
-                Some(&(_, expected, _)) if expected != len => return Err(self.mismatch(arg, shape, symbols)),
+                Some(&(_, expected, _)) if expected != len => {
+                    self.bound.truncate(known);
+                    return Err(self.mismatch(arg, shape, symbols));
+                }
                 Some(_) => {}
                 None => self.bound.push((symbol, len, arg)),
             }

@@ -339,7 +339,7 @@ mod tests {
         );
         assert_eq!(
             refused(&[5, 4], &[4, 2], &[2], &[2, 6]),
-            "spectral::forward: `v` is [2, 6], expected [O, R] = [2, 2] (R from `u`)"
+            "spectral::forward: `v` is [2, 6], expected [O, R] = [any, 2] (R from `u`)"
         );
         assert_eq!(refused(&[5, 0], &[0, 2], &[2], &[6, 2]), "spectral::forward: `x` is [0], expected I >= 1");
         assert_eq!(refused(&[5, 4], &[4, 0], &[0], &[6, 0]), "spectral::forward: `u` is [0], expected R >= 1");

@@ -55,7 +55,7 @@ impl From<Exit> for ExitCode {
 /// The run stopped itself because its numbers are no longer finite.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "train: {skipped} steps in one log window had a loss or gradient that is not finite, the last of them step {step}; \
+    "train: {skipped} steps in one window of 64 steps had a loss or gradient that is not finite, the last of them step {step}; \
      the weights were not touched by them. The bundle is in {bundle}; see what it says, lower the learning rate, or resume \
      with another seed"
 )]

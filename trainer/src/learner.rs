@@ -28,7 +28,8 @@ use crate::train::{Drift, Latch, Learner, Parameter, StepRecord};
 /// Steps whose records the device holds until the host asks for them.
 const RING_STEPS: usize = 64;
 
-/// Skipped steps that a log window may have; the next one closes the latch.
+/// Skipped steps that a window of [`RING_STEPS`] steps may have; the next one closes the latch. Windows begin at
+/// multiples of their length, so how often the host looks changes nothing.
 const SKIPS_ALLOWED: u32 = 8;
 
 /// Windows scored together: enough rows to feed every core, few enough to stay in cache-friendly sizes.
@@ -58,8 +59,10 @@ pub struct ModelLearner<B: Backend> {
     ring: B::Tensor,
     scoring: Vec<Scoring<B>>,
     stream: Stream<B>,
-    /// `[factors]` largest spread seen by retraction since the last check.
+    /// `[factors]` spread before the last retraction; travels with the record of every step.
     spreads: B::Tensor,
+    /// Largest of those seen, per factor.
+    largest_spreads: Vec<f64>,
     /// Records that left the ring before the host asked.
     drained: Vec<StepRecord>,
     /// Steps in the ring that have not been read.
@@ -68,7 +71,7 @@ pub struct ModelLearner<B: Backend> {
     last_skipped: Option<u64>,
 }
 
-/// Columns of a record after the losses.
+/// Columns of a record between the losses and the spreads: norm, nonfinite, scale, apply.
 const RECORD_TAIL: usize = 4;
 
 impl<B: Backend> ModelLearner<B> {
@@ -92,10 +95,11 @@ impl<B: Backend> ModelLearner<B> {
             targets: b.persistent(&[rows, t], DType::U8)?,
             losses: b.persistent(&[parts * n], float)?,
             loss_weight: b.persistent(&[1], float)?,
-            ring: b.persistent(&[RING_STEPS, parts * n + RECORD_TAIL], float)?,
+            ring: b.persistent(&[RING_STEPS, parts * n + RECORD_TAIL + retracted], float)?,
             scoring: Vec::new(),
             stream: Stream::new(&b, &config.model)?,
             spreads: b.persistent(&[retracted], float)?,
+            largest_spreads: vec![0.0; retracted],
             drained: Vec::new(),
             pending: 0,
             next_step: 0,
@@ -191,7 +195,7 @@ impl<B: Backend> ModelLearner<B> {
                 b.keep(&spread, &b.view(&self.spreads, i, &[1])?)?;
             }
         }
-        let record = [&self.losses, &seen.norm, &seen.nonfinite, &seen.scale, &seen.apply];
+        let record = [&self.losses, &seen.norm, &seen.nonfinite, &seen.scale, &seen.apply, &self.spreads];
         Record::update(b, &record, &self.step, &self.ring)
     }
 
@@ -350,6 +354,9 @@ impl<B: Backend> Learner for ModelLearner<B> {
         self.upload_batch(batch)?;
         self.upload(&self.lr, &[lr])?;
         self.upload(&self.step, &[(batch.step % RING_STEPS as u64) as f64])?;
+        if batch.step.is_multiple_of(RING_STEPS as u64) && self.latched().is_none() {
+            self.upload(&self.b.view(&self.counters, 2, &[1])?, &[0.0])?;
+        }
         let retracts = (batch.step + 1).is_multiple_of(self.config.optimizer.retract_every_steps);
         let shape = [batch.rows, batch.len];
         let purpose = if retracts { "train" } else { "train without retraction" };
@@ -364,11 +371,6 @@ impl<B: Backend> Learner for ModelLearner<B> {
 
     fn drain(&mut self) -> Result<Vec<StepRecord>> {
         self.read_ring()?;
-        let mut counters = self.counters()?;
-        if counters[3] == 0 {
-            counters[2] = 0;
-            self.upload(&self.counters, &counters.map(f64::from))?;
-        }
         Ok(std::mem::take(&mut self.drained))
     }
 
@@ -465,16 +467,16 @@ impl<B: Backend> Learner for ModelLearner<B> {
         self.drained.clear();
         self.pending = 0;
         self.last_skipped = None;
+        self.largest_spreads.fill(0.0);
         Ok(())
     }
 
     fn drift(&self) -> Result<Vec<Drift>> {
         let flat = self.flat(&self.model.params)?;
-        let spreads = self.flat(&self.spreads)?;
         let retracted = self.model.table.params.iter().filter(|p| p.retracted);
         Ok(retracted
-            .zip(spreads)
-            .map(|(param, spread)| {
+            .zip(&self.largest_spreads)
+            .map(|(param, &spread)| {
                 let (rows, columns) = (param.shape[param.shape.len() - 2], param.shape[param.shape.len() - 1]);
                 let error = |matrix: &[f64]| {
                     let x = DMatrix::from_row_slice(rows, columns, matrix);

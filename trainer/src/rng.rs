@@ -16,7 +16,7 @@ pub enum Purpose {
     Init = 1,
     /// The order of training windows: `step` is the epoch.
     DataOrder = 2,
-    /// Bytes sampled from the model: `row` counts the samples.
+    /// Bytes sampled from the model: `step` counts the positions of a sample.
     Sample = 3,
     /// Draws of tests.
     Test = 4,

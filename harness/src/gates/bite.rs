@@ -8,11 +8,12 @@ use dormouse_reference::{Dual, Reference};
 
 use super::{Context, Outcome, Status, run_gate};
 use crate::description::{Gate, OperationOn};
-use crate::runner::{Faulty, Naive, Plant, Runner, plants};
+use crate::runner::{Fault, Faulty, Naive, Plant, Runner, plants};
 
 /// The gate that must catch a mutant.
-pub fn caught_by<O: OperationOn<Reference<f64>>>(plant: &Plant) -> Gate {
+pub fn caught_by(plant: &Plant) -> Gate {
     match plant {
+        Plant::Grad(_, Fault::Overwritten) => Gate::Meta,
         Plant::Grad(..) => Gate::Fd,
         Plant::Output(..) => Gate::Form,
         Plant::Twist(mutant) => mutant.caught_by,
@@ -39,7 +40,7 @@ where
     let plants = plants::<O>();
     let mut survivors = Vec::new();
     for plant in &plants {
-        let gate = caught_by::<O>(plant);
+        let gate = caught_by(plant);
         let outcome = with_mutant::<O>(plant, gate, runner, &context);
         if outcome.status != Status::Fail {
             survivors.push(format!("{} survives {}", plant.name(), gate.word()));

@@ -120,6 +120,9 @@ pub fn read(path: &Path, names: &[&'static str]) -> Result<GoldenFile, String> {
             other => return Err(at(&format!("tensor `{full}`: part `{other}` is none of in, up, out, grad"))),
         }
     }
+    if cases.is_empty() {
+        return Err(at(&"it holds no case"));
+    }
     for (name, case) in &mut cases {
         case.config = field(&format!("config.{name}"))?;
         if case.outputs.is_empty() && case.grads.is_empty() {

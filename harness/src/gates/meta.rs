@@ -6,18 +6,22 @@ use rand_chacha::ChaCha8Rng;
 
 use super::{Context, Outcome, Tally, full_run, over_cases, passed, text};
 use crate::compare::same_bits;
-use crate::description::{Case, Gate, Law, Operation, Role};
+use crate::description::{Case, Gate, Law, Operation, Role, glue};
 use crate::named::Values;
 use crate::runner::Runner;
 
 /// Runs every law on every case.
 pub fn gate<O: Operation>(runner: &dyn Runner<O>, context: &Context) -> Outcome {
     let laws = O::laws();
-    if laws.is_empty() {
+    let has_params = O::NO_GRADIENT.is_none() && O::tensors().iter().any(|s| s.role == Role::Param);
+    if laws.is_empty() && !has_params {
         return Outcome::not_applicable("the operation states no law");
     }
     let tally: Tally = over_cases::<O>(Gate::Meta, context, |case, rng| {
         let mut worst = 0.0f64;
+        if has_params {
+            worst = accumulates(runner, case, rng).map_err(|e| format!("gradients of parameters add: {e}"))?;
+        }
         for law in &laws {
             let result = match law {
                 Law::Independent(axis) => {
@@ -38,6 +42,35 @@ pub fn gate<O: Operation>(runner: &dyn Runner<O>, context: &Context) -> Outcome 
         Ok(worst)
     });
     tally.outcome(O::STEM, Gate::Meta, context)
+}
+
+/// A parameter's gradient is added to what an earlier part of the batch left there; all else keeps its bits.
+fn accumulates<O: Operation>(
+    runner: &dyn Runner<O>,
+    case: &Case<O::Config>,
+    rng: &mut ChaCha8Rng,
+) -> Result<f64, String> {
+    const EARLIER: f64 = 0.75;
+    let (inputs, upstream, alone) = full_run(runner, case, rng)?;
+    let run = || runner.run(&case.config, &inputs, upstream.as_ref());
+    let added = glue::with_earlier_gradient(EARLIER, run).map_err(text)?;
+    let mut worst = 0.0f64;
+    for (name, alone) in alone.grads.iter() {
+        let added = added.grads.get(name).ok_or_else(|| format!("`d{name}` is absent"))?;
+        if O::spec(name).role != Role::Param {
+            passed(same_bits(&format!("d{name}"), added.view(), alone.view()))?;
+            continue;
+        }
+        for (added, alone) in added.iter().zip(alone) {
+            // One addition in f64, or a handful where the gradient is summed in place.
+            let error = (added - EARLIER - alone).abs() / (16.0 * f64::EPSILON * (EARLIER + alone.abs()));
+            if error.is_nan() || error > 1.0 {
+                return Err(format!("`d{name}` is {added:e} after {EARLIER}, expected {:e}", EARLIER + alone));
+            }
+            worst = worst.max(error);
+        }
+    }
+    Ok(worst)
 }
 
 /// Where `axis` is in each tensor of `values`.

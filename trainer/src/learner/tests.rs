@@ -283,10 +283,14 @@ fn a_nan_touches_no_weight_and_is_counted_and_the_ninth_closes_the_latch() {
     for s in 1..=9 {
         assert_eq!(learner.latched(), None);
         learner.step(&batch(&config, s), 1e-3).expect("a step");
+        if s == 4 {
+            // Looking changes nothing: the window is a number of steps.
+            assert_eq!(learner.drain().expect("records").len(), 5);
+        }
     }
-    let records = learner.drained_after_latch();
-    assert!(records[0].applied);
-    assert!(records[1..].iter().all(|r| !r.applied && r.nonfinite > 0), "{records:?}");
+    let records = learner.drain().expect("records");
+    assert_eq!(records.len(), 5);
+    assert!(records.iter().all(|r| !r.applied && r.nonfinite > 0), "{records:?}");
     assert_eq!(learner.latched(), Some(Latch { skipped: 9, step: 9 }));
     let mut after = learner.export().expect("it exports");
     // Only the counters have moved.
@@ -299,10 +303,17 @@ fn a_nan_touches_no_weight_and_is_counted_and_the_ninth_closes_the_latch() {
     assert!(!learner.drain().expect("records").last().expect("a record").applied);
 }
 
-impl<B: Backend> ModelLearner<B> {
-    fn drained_after_latch(&mut self) -> Vec<StepRecord> {
-        self.drain().expect("records")
+#[test]
+fn eight_skips_in_every_window_do_not_close_the_latch() {
+    let config = tiny(1, 8);
+    let mut learner = learner::<f32>(&config);
+    for s in 0..2 * RING_STEPS as u64 {
+        let healthy = s % RING_STEPS as u64 >= u64::from(SKIPS_ALLOWED);
+        learner.upload(&learner.loss_weight, &[if healthy { 0.5 } else { f64::NAN }]).expect("a number uploads");
+        learner.step(&batch(&config, s), 1e-3).expect("a step");
+        assert_eq!(learner.latched(), None, "step {s}");
     }
+    assert_eq!(learner.counters().expect("counters")[1], 2 * SKIPS_ALLOWED);
 }
 
 #[test]

@@ -32,7 +32,7 @@ pub struct StepRecord {
 /// Why a learner has stopped applying updates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Latch {
-    /// Steps skipped in the log window.
+    /// Steps skipped in the present window.
     pub skipped: u64,
     /// Index of the last skipped step, counted from 0.
     pub step: u64,
@@ -45,7 +45,7 @@ pub struct Drift {
     pub name: String,
     /// ||X^T X - I||_F / k.
     pub orthonormality: f64,
-    /// Largest over smallest singular value seen since the last check, before retraction.
+    /// Largest over smallest singular value before a retraction, the largest seen since the process began.
     pub spread: f64,
 }
 
@@ -66,10 +66,10 @@ pub trait Learner {
     /// One optimiser update. Does not wait for its numbers: they come out of [`Learner::drain`].
     fn step(&mut self, batch: &Batch, lr: f64) -> anyhow::Result<()>;
 
-    /// The records of the steps since the last call, oldest first; begins a new log window.
+    /// The records of the steps since the last call, oldest first.
     fn drain(&mut self) -> anyhow::Result<Vec<StepRecord>>;
 
-    /// Set once too many steps of one log window were skipped; from then on a step changes nothing.
+    /// Set once too many steps of one window were skipped; from then on a step changes nothing.
     fn latched(&self) -> Option<Latch>;
 
     /// Cross-entropy in nats of every predicted position of the windows, window after window, by the readout used in training.

@@ -338,7 +338,7 @@ fn a_run_that_is_not_finite_stops_with_a_bundle_and_untouched_weights() {
     let set = [poisoned.as_str(), "log.every_steps=50", "checkpoint.every_steps=50", "log.eval_every_steps=50"];
     let error = go(&place.request("a", &set), None).unwrap_err();
     assert_eq!(Exit::of(&error), Exit::NonFinite);
-    assert!(error.to_string().contains("9 steps in one log window"), "{error}");
+    assert!(error.to_string().contains("9 steps in one window of 64 steps"), "{error}");
     let bundle = place.run("a").join("nonfinite_000014");
     let about: Value = serde_json::from_slice(&std::fs::read(bundle.join("nonfinite.json")).unwrap()).unwrap();
     assert_eq!((about["step"].as_u64(), about["first_nonfinite"].as_str()), (Some(14), Some("logits gradient")));

@@ -337,7 +337,7 @@ fn only_forgets(runner: &dyn Runner<KdaOp>, case: &Case<Config>, rng: &mut ChaCh
             let mut sum = Array1::<f64>::zeros(case.dim("K"));
             for t in 0..case.dim("T") {
                 sum += &g.slice(s![b, t, h, ..]);
-                let faded_q = sum.mapv(f64::exp) * &q.slice(s![b, t, h, ..]);
+                let faded_q = sum.mapv(f64::exp) * q.slice(s![b, t, h, ..]);
                 want_o
                     .slice_mut(s![b, t, h, ..])
                     .assign(&(scale(case) * start.slice(s![b, h, .., ..]).t().dot(&faded_q)));

@@ -1,0 +1,109 @@
+//! The golden gate on files made here: the format, and that a wrong value, a misspelt tensor and an empty file are seen.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use dormouse_harness::description::Operation;
+use dormouse_harness::draw;
+use dormouse_harness::gates::golden::{GoldenCase, GoldenFile, check, gate, read, write};
+use dormouse_harness::gates::{Context, Status};
+use dormouse_harness::named::Values;
+use dormouse_harness::ops::rms_norm::RmsNormOp;
+use dormouse_harness::runner::OnBackend;
+use dormouse_reference::Reference;
+
+type Device = OnBackend<Reference<f64>>;
+
+fn runner() -> Device {
+    OnBackend::new(Reference::<f64>::new)
+}
+
+fn context(golden: &Path) -> Context {
+    Context { seed: 1, only: None, random_cases: 0, golden: golden.to_owned(), stop_at_first: false }
+}
+
+/// A file whose values come from the operation's plain form, which shares no code with the reference.
+fn sample() -> GoldenFile {
+    let case = &RmsNormOp::cases()[0];
+    let mut rng = draw::stream(7, &["golden"]);
+    let inputs = RmsNormOp::draw(case, &mut rng);
+    let shape = inputs.at("x").shape().to_vec();
+    let upstream = Values::new().with("y", draw::normal(&mut rng, &shape)).with("c", draw::normal(&mut rng, &shape));
+    let run = RmsNormOp::naive(&case.config, &inputs, Some(&upstream), None);
+    let golden = GoldenCase { config: case.name.clone(), inputs, upstream, outputs: run.outputs, grads: run.grads };
+    GoldenFile {
+        source: "the plain form".into(),
+        version: "1".into(),
+        generator: "harness/tests/golden.rs".into(),
+        seed: "7".into(),
+        tol: 1e-12,
+        why: "f64 in two orders".into(),
+        cases: BTreeMap::from([("first".to_owned(), golden)]),
+    }
+}
+
+fn names() -> Vec<&'static str> {
+    RmsNormOp::tensors().iter().map(|spec| spec.name).collect()
+}
+
+#[test]
+fn a_file_comes_back_as_it_was_written_and_passes() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("rms_norm.safetensors");
+    let file = sample();
+    write(&path, &file).unwrap();
+    assert_eq!(read(&path, &names()).unwrap(), file);
+    let outcome = gate::<RmsNormOp>(&runner(), &context(folder.path()));
+    assert_eq!((outcome.status, outcome.cases), (Status::Pass, 1), "{}", outcome.reason);
+}
+
+#[test]
+fn no_file_is_not_run_and_an_unreadable_one_fails() {
+    let folder = tempfile::tempdir().unwrap();
+    assert_eq!(gate::<RmsNormOp>(&runner(), &context(folder.path())).status, Status::NotRun);
+    std::fs::write(folder.path().join("rms_norm.safetensors"), b"not a golden file").unwrap();
+    assert_eq!(gate::<RmsNormOp>(&runner(), &context(folder.path())).status, Status::Fail);
+}
+
+#[test]
+fn a_wrong_value_anywhere_is_red() {
+    let folder = tempfile::tempdir().unwrap();
+    let red = |change: &dyn Fn(&mut GoldenCase)| {
+        let mut file = sample();
+        change(file.cases.get_mut("first").unwrap());
+        let outcome = check::<RmsNormOp>(&runner(), &file, &context(folder.path()));
+        assert_eq!(outcome.status, Status::Fail);
+        outcome.reason
+    };
+    red(&|case| case.outputs.get_mut("y").unwrap()[[0, 0, 0]] += 1e-9);
+    red(&|case| *case.outputs.get_mut("c").unwrap() *= 1.0 + 1e-9);
+    red(&|case| case.grads.get_mut("shift").unwrap()[[1]] = f64::NAN);
+    red(&|case| *case.grads.get_mut("gain").unwrap() *= -1.0);
+    let reason = red(&|case| case.config = "no-such-case".into());
+    assert!(reason.contains("config `no-such-case` is not in the case table"), "{reason}");
+}
+
+#[test]
+fn what_cannot_be_judged_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("rms_norm.safetensors");
+    let refuse = |change: &dyn Fn(&mut GoldenFile)| {
+        let mut file = sample();
+        change(&mut file);
+        write(&path, &file).unwrap();
+        read(&path, &names()).unwrap_err()
+    };
+    assert!(refuse(&|file| file.cases.clear()).contains("it holds no case"));
+    let silent = refuse(&|file| {
+        let case = file.cases.get_mut("first").unwrap();
+        case.outputs = Values::new();
+        case.grads = Values::new();
+    });
+    assert!(silent.contains("case `first` expects nothing"), "{silent}");
+    let misspelt = refuse(&|file| {
+        let case = file.cases.get_mut("first").unwrap();
+        let y = case.outputs.at("y").clone();
+        case.outputs.set("yy", y);
+    });
+    assert!(misspelt.contains("tensor `first/out/yy` is none of the operation's"), "{misspelt}");
+}

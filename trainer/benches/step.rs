@@ -1,0 +1,34 @@
+//! The `nano` training step on the reference: forward, backward, optimiser, retraction.
+
+use criterion::{Criterion, criterion_group, criterion_main};
+use dormouse::config::preset;
+use dormouse::data::Batch;
+use dormouse::learner::build;
+use dormouse::{host, rng};
+use rand::RngExt;
+
+fn step(c: &mut Criterion) {
+    host::keep_freed_memory();
+    let config = preset("nano").expect("nano is a preset");
+    let (rows, len) = (config.train.batch_rows, config.data.seq_bytes);
+    let mut random = rng::stream(1, rng::Purpose::Test, 0, 0);
+    let bytes: Vec<u8> = (0..rows * (len + 1)).map(|_| random.random_range(97..123)).collect();
+    let mut learner = build(&config).expect("nano builds");
+    let mut at = 0;
+    let mut group = c.benchmark_group("step");
+    group.sample_size(10);
+    group.bench_function("nano", |bench| {
+        bench.iter(|| {
+            learner.step(&Batch { step: at, rows, len, bytes: bytes.clone() }, 1e-4).expect("a step");
+            at += 1;
+            // The records are read as a run reads them.
+            if at.is_multiple_of(10) {
+                learner.drain().expect("records");
+            }
+        });
+    });
+    group.finish();
+}
+
+criterion_group!(benches, step);
+criterion_main!(benches);
