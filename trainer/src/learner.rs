@@ -210,9 +210,11 @@ impl<B: Backend> ModelLearner<B> {
             let row = ring.index_axis(ndarray::Axis(0), step as usize % RING_STEPS);
             let row: Vec<f64> = row.iter().copied().collect();
             let ce: Vec<f64> = (0..n).map(|i| (0..parts).map(|part| row[part * n + i]).sum()).collect();
-            let [norm, nonfinite, _scale, apply] = row[parts * n..] else {
-                bail!("a record has {} columns", row.len())
-            };
+            let (fixed, spreads) = row[parts * n..].split_at(RECORD_TAIL);
+            let &[norm, nonfinite, _scale, apply] = fixed else { bail!("a record has {} columns", row.len()) };
+            for (largest, spread) in self.largest_spreads.iter_mut().zip(spreads) {
+                *largest = largest.max(*spread);
+            }
             if nonfinite > 0.0 {
                 self.last_skipped = Some(step);
             }
