@@ -98,12 +98,16 @@ fn run(args: &Args) -> Result<ExitCode> {
         golden: args.golden.clone(),
         stop_at_first: false,
     };
-    let mut walk = Walk { args, gates: &gates, context: &context, reports: Vec::new(), planted: args.mutant.is_none() };
+    let mut walk = Walk {
+        args,
+        gates: &gates,
+        context: &context,
+        reports: Vec::new(),
+        planted: args.mutant.is_none(),
+        matrix: args.stems.len() != 1,
+    };
     if !args.tsv && !args.mutants {
-        println!(
-            "{:<16} {:<7} {:<14} {:>6} {:>10} {:>8}  status",
-            "operation", "gate", "backend", "cases", "worst/tol", "seconds"
-        );
+        walk.head();
     }
     visit_all(&mut walk);
     if args.mutants {
@@ -186,6 +190,8 @@ struct Walk<'a> {
     context: &'a Context,
     reports: Vec<Report>,
     planted: bool,
+    /// One line per operation instead of one per gate.
+    matrix: bool,
 }
 
 impl Visitor for Walk<'_> {
@@ -219,22 +225,62 @@ impl Visitor for Walk<'_> {
             }
             return;
         }
+        let first = self.reports.len();
         for &gate in self.gates {
             for report in ladder::<O>(&runner, "reference", &[gate], self.context) {
                 self.note(report);
             }
         }
+        if self.matrix && !self.args.tsv {
+            self.row(first);
+        }
     }
 }
 
 impl Walk<'_> {
+    /// The table's head: operations by gates, or the gates of one operation.
+    fn head(&self) {
+        if !self.matrix {
+            println!(
+                "{:<16} {:<7} {:<14} {:>6} {:>10} {:>8}  status",
+                "operation", "gate", "backend", "cases", "worst/tol", "seconds"
+            );
+            return;
+        }
+        println!(
+            "worst error over tolerance by operation and gate; bite: planted faults caught; -: not applicable; ?: not run"
+        );
+        let gates: String = self.gates.iter().map(|gate| format!(" {:>8}", gate.word())).collect();
+        println!("{:<16}{gates} {:>8} {:>8}", "operation", "cases", "seconds");
+    }
+
+    /// One operation's line of the matrix, and what is red below it.
+    fn row(&self, first: usize) {
+        let reports = &self.reports[first..];
+        let Some(stem) = reports.first().map(|r| r.stem) else { return };
+        let cell = |report: &Report| match report.outcome.status {
+            Status::Pass if report.gate == Gate::Bite => format!("{0}/{0}", report.outcome.cases),
+            Status::Pass => format!("{:.0e}", report.outcome.worst),
+            Status::Fail => "FAIL".to_owned(),
+            Status::NotRun => "?".to_owned(),
+            Status::NotApplicable => "-".to_owned(),
+        };
+        let cells: String = reports.iter().map(|report| format!(" {:>8}", cell(report))).collect();
+        let cases: usize = reports.iter().filter(|r| r.gate != Gate::Bite).map(|r| r.outcome.cases).sum();
+        let seconds: f64 = reports.iter().map(|r| r.time.as_secs_f64()).sum();
+        println!("{stem:<16}{cells} {cases:>8} {seconds:>8.2}");
+        for red in reports.iter().filter(|r| r.outcome.status == Status::Fail) {
+            println!("  FAIL {stem} {}: {}", red.gate.word(), red.outcome.reason);
+        }
+    }
+
     /// Prints a line as soon as its gate has run.
     fn note(&mut self, report: Report) {
         let Outcome { status, cases, worst, reason } = &report.outcome;
         let (stem, gate) = (report.stem, report.gate.word());
         if self.args.tsv {
             println!("{stem}\t{gate}\t{}\t{cases}\t{worst:.3e}\t{}\t{reason}", report.backend, status.word());
-        } else {
+        } else if !self.matrix {
             let worst = if *cases == 0 { "-".to_owned() } else { format!("{worst:.2e}") };
             let (backend, seconds) = (&report.backend, report.time.as_secs_f64());
             let reason = if reason.is_empty() { String::new() } else { format!(": {reason}") };

@@ -4,8 +4,9 @@
 
 mod tidy;
 
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode};
+use std::process::{Command, ExitCode, ExitStatus, Stdio};
 
 use anyhow::{Context, Result, bail};
 use clap::{Parser, Subcommand};
@@ -81,8 +82,14 @@ fn run(task: Task) -> Result<()> {
     let root = root();
     match task {
         Task::Test { rest } => {
-            test(&root, &rest)?;
-            if rest.is_empty() { gate(&root, &["--require", "cpu"]).and_then(|()| bites(&root)) } else { Ok(()) }
+            let totals = test(&root, &rest)?;
+            if !rest.is_empty() {
+                return Ok(());
+            }
+            gate(&root, &["--require", "cpu"])?;
+            bites(&root)?;
+            println!("{totals}");
+            Ok(())
         }
         Task::Gate { rest } => gate(&root, &rest),
         Task::Bench { name } => bench(&root, name.as_deref()),
@@ -105,7 +112,10 @@ fn cargo(root: &Path) -> Command {
 
 /// Runs a command; its own output says what went wrong.
 fn must(command: &mut Command) -> Result<()> {
-    let status = command.status().with_context(|| format!("cannot run {command:?}"))?;
+    exited(command.status().with_context(|| format!("cannot run {command:?}"))?)
+}
+
+fn exited(status: ExitStatus) -> Result<()> {
     if status.success() {
         return Ok(());
     }
@@ -117,19 +127,41 @@ fn step(name: &str) {
     eprintln!("== {name}");
 }
 
-fn test(root: &Path, rest: &[String]) -> Result<()> {
+/// Runs the tests and gives the runner's totals.
+fn test(root: &Path, rest: &[String]) -> Result<String> {
     let nextest = cargo(root).args(["nextest", "--version"]).output().is_ok_and(|out| out.status.success());
-    if nextest {
-        return must(cargo(root).args(["nextest", "run", "--workspace"]).args(rest))
-            .and_then(|()| doctests(root, rest));
+    let totals = if nextest {
+        let mut command = cargo(root);
+        command.args(["nextest", "run", "--workspace"]).args(rest);
+        last_line_with(&mut command, "tests run:")?
+    } else {
+        eprintln!(
+            "cargo-nextest is not installed, so `cargo test` runs the tests (cargo install cargo-nextest --locked)"
+        );
+        must(cargo(root).args(["test", "--workspace", "--all-targets"]).args(rest))?;
+        "every test of `cargo test --workspace --all-targets` passed".to_owned()
+    };
+    if rest.is_empty() {
+        // nextest does not run doctests.
+        must(cargo(root).args(["test", "--quiet", "--workspace", "--doc"]))?;
     }
-    eprintln!("cargo-nextest is not installed, so `cargo test` runs the tests (cargo install cargo-nextest --locked)");
-    must(cargo(root).args(["test", "--workspace", "--all-targets"]).args(rest)).and_then(|()| doctests(root, rest))
+    Ok(totals)
 }
 
-/// nextest does not run doctests.
-fn doctests(root: &Path, rest: &[String]) -> Result<()> {
-    if rest.is_empty() { must(cargo(root).args(["test", "--quiet", "--workspace", "--doc"])) } else { Ok(()) }
+/// Runs a command, passes its error stream on and gives the last line of it that contains `word`.
+fn last_line_with(command: &mut Command, word: &str) -> Result<String> {
+    let mut child = command.stderr(Stdio::piped()).spawn().with_context(|| format!("cannot run {command:?}"))?;
+    let stream = child.stderr.take().expect("the error stream is piped");
+    let mut last = String::new();
+    for line in BufReader::new(stream).lines() {
+        let line = line.context("the error stream is not text")?;
+        eprintln!("{line}");
+        if line.contains(word) {
+            last = line.trim().to_owned();
+        }
+    }
+    exited(child.wait().context("the command cannot be waited for")?)?;
+    Ok(last)
 }
 
 fn gate<S: AsRef<std::ffi::OsStr>>(root: &Path, rest: &[S]) -> Result<()> {
