@@ -229,23 +229,68 @@ mod tests {
         assert_eq!(c.worst, 0.0);
     }
 
-    /// Every kind of fault a gate must see, each planted in an otherwise equal tensor.
-    #[test]
-    fn each_planted_fault_is_red() {
+    /// Every kind of fault a gate must see: what came, what was expected.
+    fn faults() -> Vec<(&'static str, ArrayD<f64>, ArrayD<f64>)> {
         let want = sample();
-        let plant = |f: &dyn Fn(&mut ArrayD<f64>)| {
+        let plant = |name, f: &dyn Fn(&mut ArrayD<f64>)| {
             let mut got = want.clone();
             f(&mut got);
-            compare("x", got.view(), want.view(), &TIGHT)
+            (name, got, want.clone())
         };
-        assert!(!plant(&|x| x[[3, 2]] = f64::NAN).passes());
-        assert!(!plant(&|x| x[[3, 2]] = f64::INFINITY).passes());
-        assert!(!plant(&|x| *x *= 1.002).passes(), "slope");
-        assert!(!plant(&|x| x.fill(0.0)).passes());
-        assert!(!plant(&|x| x[[49, 7]] += 0.5).passes(), "one element");
-        assert!(!plant(&|x| x.index_axis_mut(Axis(0), 49).fill(0.0)).passes(), "an unwritten tail");
-        assert!(!plant(&|x| *x *= -1.0).passes());
-        assert!(!compare("x", want.view(), want.view().permuted_axes(IxDyn(&[1, 0])), &TIGHT).passes(), "shape");
+        let nan_expected = plant("a NaN on both sides", &|x| x[[3, 2]] = f64::NAN);
+        let infinity_expected = plant("a number where infinity is expected", &|x| x[[3, 2]] = f64::INFINITY);
+        vec![
+            plant("a NaN", &|x| x[[3, 2]] = f64::NAN),
+            plant("an infinity", &|x| x[[3, 2]] = f64::INFINITY),
+            ("a NaN on both sides", nan_expected.1.clone(), nan_expected.1),
+            ("a number where infinity is expected", want.clone(), infinity_expected.1),
+            // One thousandth and a half: inside every band of rms and elements that is ten times the slope's bound.
+            plant("scaled", &|x| *x *= 1.0015),
+            plant("all zero", &|x| x.fill(0.0)),
+            plant("one element", &|x| x[[49, 7]] += 0.5),
+            plant("an unwritten tail", &|x| x.index_axis_mut(Axis(0), 49).fill(0.0)),
+            plant("a sign", &|x| *x *= -1.0),
+            ("a shape", want.clone(), want.clone().into_shape_with_order(IxDyn(&[8, 50])).unwrap()),
+        ]
+    }
+
+    #[test]
+    fn each_planted_fault_is_red() {
+        for (name, got, want) in faults() {
+            assert!(!compare("x", got.view(), want.view(), &TIGHT).passes(), "{name}");
+        }
+    }
+
+    /// Comparators as they are often written, each with a hole. That the faults above find every hole is what makes them
+    /// a test of this comparator: a change that opens one of these holes turns `each_planted_fault_is_red` red.
+    #[test]
+    fn the_faults_find_the_hole_in_every_weaker_comparator() {
+        type Passes = fn(&ArrayD<f64>, &ArrayD<f64>) -> bool;
+        fn errors<'a>(got: &'a ArrayD<f64>, want: &'a ArrayD<f64>) -> impl Iterator<Item = (f64, f64)> + 'a {
+            got.iter().zip(want).map(|(g, w)| ((g - w).abs(), *w))
+        }
+        fn rms(got: &ArrayD<f64>, want: &ArrayD<f64>) -> f64 {
+            let (error, size) = errors(got, want).fold((0.0, 0.0), |(e, s), (d, w)| (e + d * d, s + w * w));
+            (error / size).sqrt()
+        }
+        let weaker: [(&str, Passes); 7] = [
+            ("fails on `error > tolerance`, which NaN is not", |g, w| !errors(g, w).any(|(e, _)| e > 0.01)),
+            ("skips elements whose reference is not finite", |g, w| {
+                errors(g, w).all(|(e, w)| !w.is_finite() || e <= 0.01) && rms(g, w) <= 1e-3
+                    || !w.iter().all(|w| w.is_finite())
+            }),
+            ("takes two NaN for equal", |g, w| {
+                g.iter().zip(w).all(|(g, w)| g.is_nan() && w.is_nan() || (g - w).abs() <= 1e-9)
+            }),
+            ("judges the global rms alone, with a band for bf16", |g, w| rms(g, w) <= 2e-2),
+            ("judges the largest element alone", |g, w| errors(g, w).all(|(e, _)| e <= 10.0 * 1e-3 * 8.2)),
+            ("compares magnitudes", |g, w| g.iter().zip(w).all(|(g, w)| (g.abs() - w.abs()).abs() <= 1e-9)),
+            ("compares elements in order, whatever the shape", |g, w| errors(g, w).all(|(e, _)| e <= 1e-9)),
+        ];
+        for (hole, passes) in weaker {
+            let missed: Vec<&str> = faults().iter().filter(|(_, g, w)| passes(g, w)).map(|(name, ..)| *name).collect();
+            assert!(!missed.is_empty(), "no fault finds the hole of a comparator that {hole}");
+        }
     }
 
     #[test]
