@@ -1,3 +1,5 @@
+//! Tests of `checkpoint`.
+
 use std::path::Path;
 
 use super::{

@@ -1,3 +1,5 @@
+//! Tests of `config`.
+
 use std::io::Write;
 
 use toml::Value;

@@ -1,3 +1,5 @@
+//! Tests of `data`.
+
 use std::collections::HashSet;
 
 use super::{

@@ -1,3 +1,5 @@
+//! Tests of `train`.
+
 use std::cell::RefCell;
 use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
