@@ -17,13 +17,13 @@ use dormouse_reference::Reference;
 fn without_a_gradient_through_the_recurrence_the_bar_is_not_reached() {
     let steps: u64 = match std::env::var("DORMOUSE_ATTENTION_STEPS") {
         Ok(steps) => steps.parse().expect("DORMOUSE_ATTENTION_STEPS is a number"),
-        Err(_) => 240,
+        Err(_) => 160,
     };
     let healthy = held_out_bits(steps, Ablation::None);
     let dead = held_out_bits(steps, Ablation::DetachRecurrence);
     println!("{steps} steps: healthy {healthy:.4}, recurrence detached {dead:.4} bits per byte");
-    // Measured at 240 steps: see the assertion's margin in CHANGELOG's Numerics. Two seeds of one arm differ by 0.02.
-    assert!(dead - healthy > 0.12, "healthy {healthy}, recurrence detached {dead}");
+    // Measured at 240 steps: 2.215 and 2.852. Runs that differ in their seed alone lie within a few hundredths.
+    assert!(dead - healthy > 0.25, "healthy {healthy}, recurrence detached {dead}");
 }
 
 /// Bits per byte on held-out windows after the whole schedule of a run of `steps`.
