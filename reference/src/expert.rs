@@ -18,7 +18,7 @@
 //! du   = sum_e (adjoint of up at dh + adjoint of gate at dg) + plus
 //! ```
 //!
-//! The adjoint of the spectral map is in [`spectral`](crate::spectral). `plus` is the gradient of u that its other
+//! The adjoint of the spectral map is in [`spectral`]. `plus` is the gradient of u that its other
 //! readers gave; experts are added to it in order. Mixing the experts is the business of `blend`.
 //!
 //! Sources: Hendrycks and Gimpel, *Gaussian Error Linear Units*, arXiv 1606.08415 (silu); Shazeer, *GLU Variants Improve

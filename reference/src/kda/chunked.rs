@@ -25,7 +25,7 @@
 //! ```
 //!
 //! **No difference of sums.** e^{G_i - G_j} is never taken from G_i - G_j, and e^{-G} never formed. The pairs j < i are
-//! cut into [`Block`]s whose columns all lie before their rows; with m a block's first row, e^{G_i - G_m} belongs to the
+//! cut into `Block`s whose columns all lie before their rows; with m a block's first row, e^{G_i - G_m} belongs to the
 //! row and e^{G_m - G_j} to the column. Both exponents are sums of g over the tokens between, so at most zero: any g <= 0
 //! is fine, and where a factor underflows the true product is smaller still. A block's borders depend on positions in
 //! the chunk alone and its anchor m is never later than its rows, so no token's bits depend on a later token.

@@ -1,6 +1,6 @@
 //! The token-recurrent form, one chain at a time: the specification, and the trainer's hot path on a CPU.
 //!
-//! A state is K rows of [`Lanes`], and everything is a pass over those rows. `multiversion` compiles both entry points
+//! A state is K rows of `Lanes`, and everything is a pass over those rows. `multiversion` compiles both entry points
 //! for several instruction sets and picks one when the program runs; the passes are `inline(always)`, so they are
 //! compiled along.
 

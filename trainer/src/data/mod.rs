@@ -1,7 +1,7 @@
 //! From bytes on a disk to the batch of a step.
 //!
 //! A corpus is one stream of bytes: a file, the files of a folder in sorted order, or the text compiled into the binary.
-//! [`split`] holds some of its blocks out, [`windows`] says which bytes make row `r` of step `s`, and [`prefetch`] reads the
+//! [`split`] holds some of its blocks out, `windows` says which bytes make row `r` of step `s`, and `prefetch` reads the
 //! next batch while a step runs. A batch is a pure function of (corpus, configuration, seed, step).
 
 mod corpus;

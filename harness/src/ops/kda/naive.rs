@@ -1,7 +1,7 @@
 //! `kda` in plain loops, one (batch entry, head) at a time: the recurrence and its adjoint as they are written down.
 //!
 //! Generic over the float so that a test can also see what f32 does to the textbook formula for dg. Every term can be
-//! broken by name; the names are the mutants of [`super::mutants`].
+//! broken by name; the names are the mutants of `mutants`.
 
 use num_traits::Float;
 
