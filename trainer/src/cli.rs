@@ -59,10 +59,10 @@ pub struct ConfigArgs {
     #[arg(long, value_name = "KEY=VALUE", help_heading = "Configuration")]
     pub set: Vec<String>,
     /// File or folder of bytes to train on [default: the text that ships with dormouse].
-    #[arg(long, value_name = "PATH", help_heading = "Data")]
+    #[arg(long, value_name = "PATH", help_heading = "Data", value_parser = text_path)]
     pub data: Option<PathBuf>,
     /// File or folder of bytes to score on [default: blocks held out of the training bytes].
-    #[arg(long, value_name = "PATH", help_heading = "Data")]
+    #[arg(long, value_name = "PATH", help_heading = "Data", value_parser = text_path)]
     pub eval: Option<PathBuf>,
     /// Predicted bytes a row.
     #[arg(long, value_name = "BYTES", help_heading = "Data")]
@@ -201,7 +201,7 @@ pub struct EvalArgs {
     #[arg(long)]
     pub best: bool,
     /// File or folder of bytes to score on instead.
-    #[arg(long, value_name = "PATH")]
+    #[arg(long, value_name = "PATH", value_parser = text_path)]
     pub eval: Option<PathBuf>,
     /// One value by its key, for example data.eval_windows=1000; may be repeated.
     #[arg(long, value_name = "KEY=VALUE")]
@@ -272,6 +272,11 @@ pub struct AnchorsArgs {
 pub struct ReplayArgs {
     /// Folder `nonfinite_...` of a run.
     pub bundle: PathBuf,
+}
+
+/// A path that becomes a value of the configuration. A `&str` parser makes clap refuse one that is not UTF-8.
+fn text_path(path: &str) -> Result<PathBuf, std::convert::Infallible> {
+    Ok(PathBuf::from(path))
 }
 
 fn path_value(path: &Path) -> Value {

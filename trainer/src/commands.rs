@@ -50,7 +50,7 @@ fn train(arguments: &TrainArgs, build: Build) -> anyhow::Result<()> {
     })?;
     // Before anything is written, so that a signal during the start is kept for the first step.
     let stop = Stop::on_signals().context("train: cannot watch for signals")?;
-    let prepared = train::prepare(&arguments.request(std::env::args().collect()), build)?;
+    let prepared = train::prepare(&arguments.request(command_line()), build)?;
     let limits = Limits { stop_at_step: arguments.stop_at_step, max_time };
     train::run(prepared, limits, &stop, &program())?;
     Ok(())
@@ -58,7 +58,12 @@ fn train(arguments: &TrainArgs, build: Build) -> anyhow::Result<()> {
 
 /// How the user called this program.
 fn program() -> String {
-    train::quoted(&std::env::args().next().unwrap_or_else(|| "dormouse".into()))
+    train::quoted(&command_line().into_iter().next().unwrap_or_else(|| "dormouse".into()))
+}
+
+/// The command line, for people: a path need not be text.
+fn command_line() -> Vec<String> {
+    std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect()
 }
 
 /// `dormouse anchors`.

@@ -33,7 +33,7 @@ impl Exit {
             if cause.is::<ConfigError>() {
                 return Exit::Usage;
             }
-            if cause.is::<NonFiniteStop>() {
+            if cause.is::<NonFiniteStop>() || cause.is::<NonFiniteResult>() {
                 return Exit::NonFinite;
             }
         }
@@ -68,9 +68,22 @@ pub struct NonFiniteStop {
     pub bundle: String,
 }
 
+/// What a run would save or report is not finite, although its gradients were: an update overflowed.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "train: {what} after step {step} is not finite, so nothing was saved there; lower optimizer.lr, or resume from the last \
+     checkpoint"
+)]
+pub struct NonFiniteResult {
+    /// A tensor of the state, or the score.
+    pub what: String,
+    /// Steps done.
+    pub step: u64,
+}
+
 #[cfg(test)]
 mod tests {
-    use super::{Exit, NonFiniteStop};
+    use super::{Exit, NonFiniteResult, NonFiniteStop};
     use crate::config::ConfigError;
     use crate::data::DataError;
 
@@ -83,6 +96,8 @@ mod tests {
         assert_eq!(Exit::of(&usage), Exit::Usage);
         let stop = NonFiniteStop { skipped: 9, step: 12, bundle: "b".into() };
         assert_eq!(Exit::of(&anyhow::Error::from(stop).context("c")), Exit::NonFinite);
+        let result = NonFiniteResult { what: "`head.u`".into(), step: 2 };
+        assert_eq!(Exit::of(&anyhow::Error::from(result).context("c")), Exit::NonFinite);
         assert_eq!(Exit::of(&anyhow::anyhow!("other")), Exit::Failed);
     }
 

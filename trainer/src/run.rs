@@ -3,9 +3,10 @@
 //! `config.toml` (resolved), `run.json` (provenance, one entry a start), `data.json` (which bytes), `metrics.jsonl` (one line a
 //! step, evaluation and drift check), `samples.jsonl`, `anchors.json`, `checkpoints/`.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::{Context, bail};
 use serde_json::Value;
@@ -18,6 +19,8 @@ use crate::host;
 #[derive(Clone, Debug)]
 pub struct RunFolder {
     path: PathBuf,
+    /// Locked while this process trains in the folder; the system unlocks it however the process ends.
+    lock: Option<Arc<File>>,
 }
 
 impl RunFolder {
@@ -47,11 +50,27 @@ impl RunFolder {
             )));
         }
         std::fs::create_dir_all(&path).with_context(|| cannot_write(&path))?;
-        let run = RunFolder { path };
-        run.write("config.toml", &config.to_toml())?;
-        run.write("data.json", &pretty(data))?;
-        run.write("run.json", &pretty(&vec![provenance]))?;
+        let run = RunFolder { path, lock: None }.locked()?;
+        run.describe(config, data, provenance)?;
         Ok(run)
+    }
+
+    /// Writes what makes a folder a run folder: configuration, data manifest and provenance.
+    fn describe(&self, config: &Config, data: &Manifest, provenance: &Value) -> anyhow::Result<()> {
+        self.write("config.toml", &config.to_toml())?;
+        self.write("data.json", &pretty(data))?;
+        self.write("run.json", &pretty(&vec![provenance]))
+    }
+
+    /// Makes the folder again if it went away while the run trains: a checkpoint outside a run folder cannot be resumed.
+    /// Whether it had to.
+    pub fn restore(&self, config: &Config, data: &Manifest, provenance: &Value) -> anyhow::Result<bool> {
+        if self.path.join("config.toml").is_file() && self.path.join("data.json").is_file() {
+            return Ok(false);
+        }
+        std::fs::create_dir_all(&self.path).with_context(|| cannot_write(&self.path))?;
+        self.describe(config, data, provenance)?;
+        Ok(true)
     }
 
     /// Opens the folder of a run.
@@ -65,7 +84,23 @@ impl RunFolder {
                 path.display()
             )));
         }
-        Ok(RunFolder { path: path.to_owned() })
+        Ok(RunFolder { path: path.to_owned(), lock: None })
+    }
+
+    /// The folder, locked against another process that would train in it.
+    ///
+    /// # Errors
+    /// A usage error if one does. A file system without locks is no error.
+    pub fn locked(mut self) -> anyhow::Result<RunFolder> {
+        let folder = File::open(&self.path).with_context(|| format!("run: cannot open `{}`", self.path.display()))?;
+        if let Err(TryLockError::WouldBlock) = folder.try_lock() {
+            bail!(ConfigError::Usage(format!(
+                "train: another process trains in `{}`; stop it first, or start another run",
+                self.path.display()
+            )));
+        }
+        self.lock = Some(Arc::new(folder));
+        Ok(self)
     }
 
     /// The run under `runs` that started last and has a checkpoint folder.
@@ -79,7 +114,7 @@ impl RunFolder {
             found.push((modified, entry.path()));
         }
         found.sort();
-        found.pop().map(|(_, path)| RunFolder { path })
+        found.pop().map(|(_, path)| RunFolder { path, lock: None })
     }
 
     /// Where it lies.
@@ -222,12 +257,20 @@ mod tests {
         for name in ["", "a/b", "..", ".hidden"] {
             assert_eq!(Exit::of(&create(Some(name)).unwrap_err()), Exit::Usage, "{name:?}");
         }
+        // `run` holds the folder; another process, or another handle in this one, may read it and not train in it.
+        let error = RunFolder::open(run.path()).unwrap().locked().unwrap_err();
+        assert_eq!(Exit::of(&error), Exit::Usage);
+        assert!(error.to_string().contains("another process trains in"), "{error}");
         let unnamed = create(None).unwrap();
         assert!(unnamed.path().file_name().unwrap().to_str().unwrap().starts_with("tiny-20"));
         assert!(RunFolder::newest(folder.path()).is_none());
         std::fs::create_dir(run.checkpoints()).unwrap();
         assert_eq!(RunFolder::newest(folder.path()).unwrap().path(), run.path());
         assert_eq!(Exit::of(&RunFolder::open(folder.path()).unwrap_err()), Exit::Usage);
+        assert!(!run.restore(&config, &manifest, &json!({"seed": 0})).unwrap());
+        std::fs::remove_dir_all(run.path()).unwrap();
+        assert!(run.restore(&config, &manifest, &json!({"seed": 0})).unwrap());
+        assert_eq!(RunFolder::open(run.path()).unwrap().config().unwrap(), config);
         run.record_resume(&config, &json!({"seed": 1})).unwrap();
         let starts: Vec<serde_json::Value> =
             serde_json::from_str(&std::fs::read_to_string(run.path().join("run.json")).unwrap()).unwrap();

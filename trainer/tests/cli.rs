@@ -73,6 +73,20 @@ fn a_wrong_command_line_is_exit_2_and_names_the_right_one() {
 }
 
 #[test]
+fn a_path_that_is_no_text_is_exit_2() {
+    use std::os::unix::ffi::OsStrExt;
+    let place = Place::new();
+    let folder = place.path("").join(std::ffi::OsStr::from_bytes(b"bad\xff"));
+    std::fs::create_dir(&folder).unwrap();
+    std::fs::write(folder.join("text"), b"the cat sat on the mat. ".repeat(4000)).unwrap();
+    let given = place.command(&["train", "--preset", "tiny", "--data"]).arg(&folder).output().unwrap();
+    process::Done::of(given).expect(2, &["UTF-8"]);
+    // Its own path is text, what it points to is not.
+    std::os::unix::fs::symlink(&folder, place.path("link")).unwrap();
+    place.run(&["train", "--preset", "tiny", "--data", "link"]).expect(2, &["is not UTF-8", "config.toml"]);
+}
+
+#[test]
 fn help_and_version_are_exit_0() {
     let place = Place::new();
     for arguments in [vec!["--help"], vec!["anchors", "--help"], vec!["--version"]] {

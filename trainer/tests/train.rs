@@ -35,6 +35,31 @@ fn names(folder: &Path) -> Vec<String> {
 }
 
 #[test]
+fn an_update_that_overflows_is_exit_3_and_is_never_saved() {
+    let place = Place::new();
+    // Every gradient is finite, and the weights after the one update are not.
+    let done = place.run(&train("a", "1", &["--set", "optimizer.lr=3e38", "--set", "optimizer.warmup_min_steps=0"]));
+    done.expect(3, &["is not finite", "optimizer.lr"]);
+    assert!(!done.out.contains("final held-out"), "{}", done.out);
+    assert!(names(&checkpoints(&place, "a")).is_empty(), "{:?}", names(&checkpoints(&place, "a")));
+}
+
+#[test]
+fn a_second_process_in_one_run_folder_is_refused() {
+    let place = Place::new();
+    let mut first = place.spawn(&train("a", "100000", &[]));
+    wait_for(&checkpoints(&place, "a").join("step_000005"));
+    place.run(&["train", "--resume", "runs/a"]).expect(2, &["another process trains in `runs/a`"]);
+    // Reading is no training.
+    place.run(&["generate", "runs/a", "--prompt", "And ", "--bytes", "2"]).expect(0, &[]);
+    first.kill().unwrap();
+    first.wait().unwrap();
+    let resumed = train("b", "100000", &["--stop-at-step", "6"]);
+    let resumed: Vec<&str> = resumed.into_iter().filter(|word| !["--name", "b"].contains(word)).collect();
+    place.run(&[&resumed[..], &["--resume", "runs/a"]].concat()).expect(0, &[]);
+}
+
+#[test]
 fn the_whole_round_of_commands() {
     let place = Place::new();
     let done = place.run(&train("a", "10", &[]));

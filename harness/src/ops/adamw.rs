@@ -91,7 +91,8 @@ impl Operation for AdamwOp {
         let mut grads = draw::normal(rng, &shape);
         let mut m = 0.5 * draw::normal(rng, &shape);
         let mut v = draw::uniform(rng, &shape, 0.1, 1.0);
-        let (mut scale, mut apply, mut updates) = (rng.random_range(0.2..1.0), 1.0, 7.0);
+        let (mut scale, mut apply, mut updates) =
+            (rng.random_range(0.2..1.0), 1.0, f64::from(rng.random_range(3..60u32)));
         match case.family {
             "first" => {
                 m.fill(0.0);

@@ -17,8 +17,8 @@ use crate::tolerance;
 pub struct DecayGateOp;
 
 /// Value families: ordinary; every second token at one or the other end of the gate; biases as a fresh model has them,
-/// for time constants from 2 to 500 tokens.
-const FAMILIES: [&str; 3] = ["normal", "saturated", "fresh"];
+/// for time constants from 2 to 500 tokens; every token near the open end, so that all derivatives are small.
+const FAMILIES: [&str; 4] = ["normal", "saturated", "fresh", "open"];
 
 const BOUNDED: Kind = Kind::Bounded { lower_bound: -5.0 };
 
@@ -64,7 +64,12 @@ impl Operation for DecayGateOp {
             case([1, 3, 2, 3], strongest, 1.0, "normal"),
             case([1, 1, 1, 1], BOUNDED, 1.0, "normal"),
             // More tokens than one block of the parameters' fixed-order sum.
-            case([1, 150, 2, 3], BOUNDED, 1.0, "normal"),
+            case([1, 270, 2, 3], BOUNDED, 1.0, "normal"),
+            // As many heads and keys as a model's, or more.
+            case([2, 3, 5, 24], BOUNDED, 1.0, "normal"),
+            case([2, 3, 5, 24], Kind::Softplus, 1.0, "normal"),
+            // 1 - sigmoid would leave nothing of these derivatives in f32.
+            case([2, 5, 3, 4], BOUNDED, 2.0, "open"),
             case([2, 80, 2, 3], Kind::Softplus, 1.0, "normal"),
             case([0, 4, 2, 3], BOUNDED, 1.0, "normal"),
             case([2, 0, 2, 3], Kind::Softplus, 1.0, "normal"),
@@ -100,7 +105,12 @@ impl Operation for DecayGateOp {
             }
             _ => draw::normal(rng, &[heads, keys]),
         };
-        let a_log = 0.4 * draw::normal(rng, &[heads]);
+        let mut a_log = 0.4 * draw::normal(rng, &[heads]);
+        if case.family == "open" {
+            z += 12.0;
+            y += 12.0;
+            a_log.fill(0.0);
+        }
         Values::new().with("z", z).with("y", y).with("a_log", a_log).with("dt_bias", dt_bias)
     }
 

@@ -92,6 +92,7 @@ impl Operation for ExpertOp {
             case(2, 3, [2, 5, 7, 4], "s-zero", Swiglu, false),
             // More rows than one block of ds, and products large enough to be spread over the cores.
             case(1, 150, [2, 16, 24, 8], "normal", Silu, true),
+            case(1, 4, [5, 6, 7, 3], "normal", Swiglu, false),
             case(0, 4, [2, 3, 4, 3], "normal", Silu, true),
             case(2, 0, [2, 3, 4, 3], "normal", Swiglu, false),
         ]

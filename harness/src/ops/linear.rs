@@ -66,6 +66,9 @@ impl Operation for LinearOp {
             // A contraction longer than one packed block, and more rows than one task.
             case([1, 3, 600, 5], "normal", &["plus"]),
             case([1, 300, 20, 24], "normal", &["bias", "plus"]),
+            // A last task with fewer rows than the others: tasks of a quarter of the rows, and of the most that one takes.
+            case([1, 150, 24, 20], "normal", &["bias", "plus"]),
+            case([1, 1100, 9, 8], "normal", &["bias", "plus"]),
             case([0, 4, 6, 3], "normal", &["bias", "plus"]),
             case([2, 0, 6, 3], "normal", &["bias"]),
         ]

@@ -66,6 +66,8 @@ impl Operation for RecordOp {
             case([5, 3, 1, 4], 2, "normal"),
             case([5, 3, 1, 4], 5, "normal"),
             case([5, 1, 2, 1], 13, "infinite"),
+            // The last row.
+            case([6, 2, 1, 2], 11, "normal"),
             case([3, 2, 0, 1], u32::MAX, "normal"),
             case([1, 1, 1, 1], 7, "normal"),
         ]

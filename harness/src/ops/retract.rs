@@ -75,6 +75,7 @@ impl Operation for RetractOp {
             case([1, 1, 1], 4, "step"),
             case([2, 7, 7], 3, "spread4"),
             case([2, 9, 1], 1, "step"),
+            case([6, 5, 3], 4, "step"),
             case([1, 96, 40], 3, "step"),
             case([1, 150, 32], 4, "spread4"),
             case([1, 64, 64], 6, "spread10"),

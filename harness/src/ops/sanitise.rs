@@ -32,7 +32,7 @@ fn case(len: usize, clip: &[(usize, usize)], max_norm: Option<f64>, family: &'st
     Case {
         name: format!("p{len}-clip{}-{limit}-{family}", ranges.join("and")),
         config: Config { max_norm, clip, skips_allowed: 8 },
-        dims: vec![("P", len), ("one", 1), ("four", 4)],
+        dims: vec![("P", len), ("L", 3), ("one", 1), ("four", 4)],
         family,
         present: vec![],
     }
@@ -48,7 +48,7 @@ impl Operation for SanitiseOp {
     fn tensors() -> Vec<TensorSpec> {
         vec![
             TensorSpec::data("grads", &["P"]),
-            TensorSpec::data("loss", &["one"]),
+            TensorSpec::data("loss", &["L"]),
             TensorSpec::data("counters", &["four"]),
             TensorSpec::output("norm", &["one"]),
             TensorSpec::output("nonfinite", &["one"]),
@@ -101,7 +101,11 @@ impl Operation for SanitiseOp {
                 grads[[rng.random_range(0..len)]] = bad;
             }
         }
-        let loss = if case.family == "loss" { f64::NAN } else { 2.5 };
+        let mut loss = arr1(&[2.5, 1.5, 3.5]).into_dyn();
+        if case.family == "loss" {
+            // Any one of them will do.
+            loss[[rng.random_range(0..3)]] = f64::NAN;
+        }
         let counters = match case.family {
             "eighth-skip" => [100.0, 30.0, 7.0, 0.0],
             "ninth-skip" => [100.0, 31.0, 8.0, 0.0],
@@ -109,7 +113,7 @@ impl Operation for SanitiseOp {
             _ => [12.0, 5.0, 3.0, 0.0],
         };
         let counters = arr1(&counters).into_dyn();
-        Values::new().with("grads", grads).with("loss", arr1(&[loss]).into_dyn()).with("counters", counters)
+        Values::new().with("grads", grads).with("loss", loss).with("counters", counters)
     }
 
     fn naive(config: &Config, inputs: &Values, _: Option<&Values>, twist: Option<&str>) -> Run<ArrayD<f64>> {
@@ -131,8 +135,11 @@ impl Operation for SanitiseOp {
                 nonfinite -= 1.0;
             }
         }
-        if !inputs.at("loss")[[0]].is_finite() && !is("loss-not-counted") {
-            nonfinite += 1.0;
+        for (i, loss) in inputs.at("loss").iter().enumerate() {
+            let lost = is("loss-not-counted") || (is("first-loss-only") && i > 0);
+            if !loss.is_finite() && !lost {
+                nonfinite += 1.0;
+            }
         }
         let scale = match config.max_norm {
             None => 1.0,
@@ -184,6 +191,7 @@ impl Operation for SanitiseOp {
             ("broken-elements-in-norm", Gate::Form),
             ("only-clip-ranges-counted", Gate::Meta),
             ("loss-not-counted", Gate::Form),
+            ("first-loss-only", Gate::Form),
             ("scaled-up-too", Gate::Form),
             ("scale-inverted", Gate::Meta),
             ("applied-anyway", Gate::Meta),

@@ -34,6 +34,17 @@ pub enum TensorData {
     U32(Vec<u32>),
 }
 
+impl State {
+    /// The name of a tensor with a value that is not finite. One must not be saved: every later step would be skipped.
+    pub fn first_nonfinite(&self) -> Option<&str> {
+        let broken = |tensor: &Tensor| match &tensor.data {
+            TensorData::F32(values) => values.iter().any(|value| !value.is_finite()),
+            TensorData::U32(_) => false,
+        };
+        self.weights.iter().chain(&self.optimizer).find(|(_, tensor)| broken(tensor)).map(|(name, _)| name.as_str())
+    }
+}
+
 impl Tensor {
     /// A tensor of weights or moments.
     pub fn f32(shape: &[usize], data: Vec<f32>) -> Tensor {

@@ -234,7 +234,44 @@ impl Config {
                 return Err(invalid(key, "is 0".into(), "give 1 or more"));
             }
         }
+        // Far above what fits a machine, and low enough that no product of these overflows.
+        let largest = [
+            ("model.width", self.model.width, 1 << 16),
+            ("model.heads", self.model.heads, 1 << 16),
+            ("model.head_width", self.model.head_width, 1 << 16),
+            ("model.ffn_width", self.model.ffn_width, 1 << 16),
+            ("model.iterations", self.model.iterations, 1 << 10),
+            ("model.rank", self.model.rank, 1 << 16),
+            ("model.experts", self.model.experts, 1 << 10),
+            ("data.seq_bytes", self.data.seq_bytes, 1 << 24),
+            ("data.eval_bytes", self.data.eval_bytes, 1 << 24),
+            ("train.batch_rows", self.train.batch_rows, 1 << 20),
+            ("optimizer.retract_iterations", self.optimizer.retract_iterations, 100),
+        ];
+        for (key, value, most) in largest {
+            if value > most {
+                return Err(invalid(key, format!("is {value}"), &format!("give {most} or less")));
+            }
+        }
+        if self.train.total_steps > u64::from(u32::MAX) {
+            let steps = self.train.total_steps;
+            return Err(invalid("train.total_steps", format!("is {steps}"), "give a number that 32 bits hold"));
+        }
         let o = &self.optimizer;
+        // The update computes in f32, where a larger number is infinite and a smaller one is zero.
+        let single = [
+            ("optimizer.lr", o.lr),
+            ("optimizer.eps", o.eps),
+            ("optimizer.weight_decay", o.weight_decay),
+            ("optimizer.clip_norm", o.clip_norm),
+            ("log.sample_temperature", self.log.sample_temperature),
+        ];
+        for (key, value) in single {
+            let rounded = value as f32;
+            if value.is_finite() && (rounded.is_infinite() || (rounded == 0.0 && value != 0.0)) {
+                return Err(invalid(key, format!("is {value:e}, outside the range of f32"), "give a usual number"));
+            }
+        }
         let ranges = [
             ("optimizer.lr", o.lr, o.lr > 0.0 && o.lr.is_finite(), "above 0"),
             ("optimizer.eps", o.eps, o.eps > 0.0 && o.eps.is_finite(), "above 0"),

@@ -84,6 +84,14 @@ fn start(request: &Request, build: Build) -> anyhow::Result<Prepared> {
     // A resumed run may start in another folder.
     for path in [&mut config.data.path, &mut config.data.eval_path].into_iter().flatten() {
         *path = std::fs::canonicalize(&*path).with_context(|| format!("data: cannot resolve `{}`", path.display()))?;
+        if path.to_str().is_none() {
+            return Err(ConfigError::Usage(format!(
+                "train: the data's path `{}` is not UTF-8 and cannot be stored in config.toml; move the data, or rename \
+                 the folder",
+                path.display()
+            ))
+            .into());
+        }
     }
     let learner = build(&config)?;
     let provenance = host::provenance(&request.command, config.seed);
@@ -100,12 +108,15 @@ fn resume(request: &Request, run: RunFolder, build: Build) -> anyhow::Result<Pre
     if request.name.is_some() {
         return Err(ConfigError::Usage("train: --name is for a new run; leave it out with --resume".into()).into());
     }
+    let run = run.locked()?;
     let Found { path, loaded, skipped } = checkpoint::newest_good(&run.checkpoints())?;
     // The checkpoint's own configuration counts: it is the one its weights were made with.
     let stored = Config::from_toml(&loaded.config_toml, &path.join("config.toml"))?;
     let mut config = resolve(&Sources { base: Some(stored.clone()), ..request.sources.clone() })?;
     for path in [&mut config.data.path, &mut config.data.eval_path].into_iter().flatten() {
-        *path = std::fs::canonicalize(&*path).unwrap_or_else(|_| path.clone());
+        // What cannot be resolved, or not be stored, stays as it was given.
+        let resolved = std::fs::canonicalize(&*path).ok().filter(|resolved| resolved.to_str().is_some());
+        *path = resolved.unwrap_or_else(|| path.clone());
     }
     let changes = check_changes(&stored, &config, &request.allow_change)?;
     let data = Data::open(&config)?;

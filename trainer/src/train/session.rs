@@ -13,7 +13,7 @@ use crate::anchors::{Anchors, FIT_LIMIT_BYTES};
 use crate::checkpoint::{self, Facts};
 use crate::config::Config;
 use crate::data::{Data, Prefetch, Segment};
-use crate::exit::NonFiniteStop;
+use crate::exit::{NonFiniteResult, NonFiniteStop};
 use crate::host;
 use crate::progress::{Reporter, StepLine, gib, printable};
 use crate::run::{JsonLines, RunFolder};
@@ -339,7 +339,15 @@ impl Session {
     }
 
     fn save(&mut self, done: u64) -> anyhow::Result<PathBuf> {
-        let path = checkpoint::save(&self.run.checkpoints(), &self.learner.export()?, &self.facts(done))?;
+        let state = self.learner.export()?;
+        if let Some(name) = state.first_nonfinite() {
+            return Err(NonFiniteResult { what: format!("`{name}`"), step: done }.into());
+        }
+        if self.run.restore(&self.config, &self.data.manifest, &self.provenance)? {
+            let path = self.run.path().display();
+            self.reporter.warn(&format!("run: `{path}` was removed and is made again; its earlier lines are lost"));
+        }
+        let path = checkpoint::save(&self.run.checkpoints(), &state, &self.facts(done))?;
         self.saved = Some(done);
         let keep = &self.config.checkpoint;
         if let Err(error) = checkpoint::retain(&self.run.checkpoints(), done, keep.keep_last, keep.keep_every_steps) {
@@ -379,6 +387,9 @@ impl Session {
         let Some((step, score)) = self.last_score.filter(|(step, _)| *step == done) else {
             return self.stopped(done);
         };
+        if !score.bpb.is_finite() {
+            return Err(NonFiniteResult { what: "the held-out score".into(), step }.into());
+        }
         if self.saved != Some(step) {
             self.save(done).context("train: the last checkpoint could not be saved")?;
         }

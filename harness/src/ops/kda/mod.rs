@@ -85,6 +85,14 @@ impl Operation for KdaOp {
             // More columns than one vector of the reference, and not a multiple of it.
             case((1, 6, 1, 5, 37), RECURRENT, often, "init", &both),
             case((1, 6, 1, 18, 16), RECURRENT, often, "spread", &both),
+            // As long and as wide as a model's: several vectors a row, several groups of rows, many segments.
+            case((1, 260, 1, 24, 70), RECURRENT, often, "init", &both),
+            // As many chains.
+            case((4, 5, 4, 5, 3), RECURRENT, often, "spread", &both),
+            case((4, 5, 4, 5, 3), four, often, "spread", &both),
+            // Chunks beyond the second, and chunks of more than 64 tokens with a ragged last one of more than 64.
+            case((1, 200, 1, 5, 3), Form::Chunked { chunk: 64 }, (64, Memory::Save), "init", &both),
+            case((1, 228, 1, 5, 3), Form::Chunked { chunk: 128 }, (128, Memory::Recompute), "init", &both),
             case((2, 13, 2, 5, 3), sixteen, often, "spread", &both),
             case((1, 18, 2, 4, 6), four, (8, Memory::Recompute), "init", &both),
             case((0, 4, 2, 3, 2), RECURRENT, often, "init", &[]),
