@@ -12,7 +12,7 @@ use crate::checkpoint::{self, Loaded};
 use crate::cli::{AnchorsArgs, Command, EvalArgs, GenerateArgs, InspectArgs, ReplayArgs, TrainArgs};
 use crate::config::{Config, ConfigError, Sources, resolve};
 use crate::data::{Batch, Data};
-use crate::exit::Exit;
+use crate::exit::{Exit, NonFiniteResult};
 use crate::progress::say;
 use crate::run::RunFolder;
 use crate::signals::Stop;
@@ -129,6 +129,9 @@ fn eval(arguments: &EvalArgs, build: Build) -> anyhow::Result<()> {
         say("stopped");
         return Ok(());
     };
+    if !score.bpb.is_finite() {
+        bail!(NonFiniteResult { what: "the held-out score".into(), step: loaded.manifest.next_step });
+    }
     say(&format!(
         "step {} held-out bpb model={:.4} standard_error={:.4} windows={}",
         loaded.manifest.next_step, score.bpb, score.standard_error, score.windows

@@ -37,7 +37,7 @@ impl RunFolder {
     ) -> anyhow::Result<RunFolder> {
         let default = || format!("{}-{}-{}", config.preset, host::now_compact(), &config.hash()[..6]);
         let name = name.map_or_else(default, str::to_owned);
-        if name.is_empty() || name.contains('/') || name.starts_with('.') {
+        if name.is_empty() || name.contains('/') || name.starts_with('.') || name.contains(char::is_control) {
             bail!(ConfigError::Usage(format!(
                 "train: --name `{name}` is no name for a folder; give one without `/` that does not begin with a dot"
             )));

@@ -245,6 +245,7 @@ impl Config {
             ("model.experts", self.model.experts, 1 << 10),
             ("data.seq_bytes", self.data.seq_bytes, 1 << 24),
             ("data.eval_bytes", self.data.eval_bytes, 1 << 24),
+            ("log.sample_bytes", self.log.sample_bytes, 1 << 20),
             ("train.batch_rows", self.train.batch_rows, 1 << 20),
             ("optimizer.retract_iterations", self.optimizer.retract_iterations, 100),
         ];

@@ -1,7 +1,7 @@
 //! The bytes: files read by position, and their identity.
 
 use std::fs::File;
-use std::io::Read;
+use std::io::{ErrorKind, Read};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
@@ -125,7 +125,8 @@ impl Corpus {
     /// Reads `len` bytes from position `start` of the stream, across files where they meet.
     ///
     /// # Errors
-    /// [`DataError::Unreadable`] if a file has become shorter or unreadable since it was opened.
+    /// [`DataError::Changed`] if a file has become shorter since it was opened, [`DataError::Unreadable`] if it cannot be
+    /// read.
     pub fn read(&self, start: u64, len: usize) -> Result<Vec<u8>, DataError> {
         assert!(start + len as u64 <= self.len, "read of {len} bytes at {start} in a corpus of {}", self.len);
         let mut bytes = vec![0; len];
@@ -138,9 +139,18 @@ impl Corpus {
             let take = ((part.len - offset) as usize).min(len - filled);
             let target = &mut bytes[filled..filled + take];
             match &part.source {
-                Source::File(path) => File::open(path)
-                    .and_then(|file| file.read_exact_at(target, offset))
-                    .map_err(|cause| DataError::Unreadable { path: path.clone(), cause })?,
+                Source::File(path) => {
+                    File::open(path).and_then(|file| file.read_exact_at(target, offset)).map_err(|cause| match cause
+                        .kind()
+                    {
+                        ErrorKind::UnexpectedEof => DataError::Changed {
+                            path: path.display().to_string(),
+                            expected: format!("{} bytes", part.len),
+                            got: format!("an end before byte {}", offset + take as u64),
+                        },
+                        _ => DataError::Unreadable { path: path.clone(), cause },
+                    })?
+                }
                 Source::Static(all) => target.copy_from_slice(&all[offset as usize..offset as usize + take]),
                 Source::Owned(all) => target.copy_from_slice(&all[offset as usize..offset as usize + take]),
             }

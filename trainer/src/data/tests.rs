@@ -262,3 +262,15 @@ fn the_worker_gives_the_same_batches_and_passes_errors_on() {
     let error = worker.next_batch().unwrap_err();
     assert_eq!(crate::exit::Exit::of(&error), crate::exit::Exit::Data);
 }
+
+#[test]
+fn a_file_that_shrinks_is_named_with_what_is_left() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("text");
+    std::fs::write(&path, [7; 100]).unwrap();
+    let corpus = Corpus::open(&path).unwrap();
+    assert_eq!(corpus.read(60, 40).unwrap(), [7; 40]);
+    std::fs::write(&path, [7; 90]).unwrap();
+    let error = corpus.read(60, 40).unwrap_err().to_string();
+    assert!(error.contains("expected 100 bytes, got an end before byte 100"), "{error}");
+}
