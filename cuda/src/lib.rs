@@ -22,6 +22,7 @@ mod sum;
 mod tensor;
 mod words;
 
+pub use cubecl::client::ComputeClient as Client;
 pub use cubecl::wgpu::WgpuRuntime as Lavapipe;
 pub use device::Device;
 pub use launch::{Launches, Ledger};

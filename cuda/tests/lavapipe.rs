@@ -6,7 +6,7 @@ use dormouse_reference::linear::{self, Linear};
 use dormouse_reference::residual::{self, Residual};
 use dormouse_reference::rms_norm::{self, RmsNorm};
 use dormouse_reference::{DType, Error, Precision, StepKey, Tensors};
-use ndarray::{Array, ArrayD, IxDyn, array, s};
+use ndarray::{Array, ArrayD, Dimension, IxDyn, array, s};
 
 const KEY: StepKey = StepKey { purpose: "test", variant: 0 };
 
@@ -32,7 +32,7 @@ fn values_travel_with_any_strides_and_refuse_what_does_not_fit() {
     let Some(b) = device() else { return };
     let host = array![[1.0, 2.0, 3.0], [4.0, 5.0, 6.5]];
     let transposed = b.persistent(&[3, 2], DType::F32).unwrap();
-    assert_eq!(b.download(&transposed).unwrap(), ArrayD::zeros(IxDyn(&[3, 2])));
+    assert_eq!(b.download(&transposed).unwrap(), ArrayD::<f64>::zeros(IxDyn(&[3, 2])));
     b.upload(host.t().into_dyn(), &transposed).unwrap();
     assert_eq!(b.download(&transposed).unwrap(), host.t().to_owned().into_dyn());
     let strided = b.persistent(&[2, 2], DType::U32).unwrap();
@@ -63,8 +63,8 @@ fn views_share_memory_stay_inside_and_may_start_anywhere() {
     b.upload(array![1.0, 2.0, 3.0].into_dyn().view(), &inner).unwrap();
     let got = b.download(&flat).unwrap();
     let want = Array::from_shape_fn(203, |i| match i {
-        0..101 => 0.0,
-        102..105 => (i - 101) as f64,
+        0..=100 => 0.0,
+        102..=104 => (i - 101) as f64,
         _ => f64::INFINITY,
     });
     assert_eq!(got, want.into_dyn());
@@ -130,7 +130,9 @@ fn poisoned_scratch_is_nan() {
 fn a_step_of_three_operations_repeats_bit_for_bit() {
     let Some(b) = device() else { return };
     let values = |shape: &[usize], seed: f64| {
-        Array::from_shape_fn(IxDyn(shape), |i| ((i.slice().iter().sum::<usize>() as f64 + seed) * 1.7).sin())
+        Array::from_shape_fn(IxDyn(shape), |i| {
+            ((i.as_array_view().iter().sum::<usize>() as f64 + seed) * 1.7).sin()
+        })
     };
     let x = persistent(&b, values(&[2, 70, 24], 0.0));
     let gain = persistent(&b, values(&[24], 1.0));

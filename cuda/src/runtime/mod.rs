@@ -6,7 +6,7 @@
 //! for cubecl's wgpu runtime on Mesa's software Vulkan driver, which runs every kernel on a machine without a GPU.
 
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, OnceLock};
 
 use cubecl::client::ComputeClient;
 use cubecl::device::{Device as CubeDevice, DeviceId};
@@ -306,17 +306,19 @@ impl Engine for Cuda {
 /// A step that cannot be captured.
 pub enum NoGraph {}
 
-/// Serialises the first opening, which asks the system's Vulkan loader.
-static OPENING: Mutex<()> = Mutex::new(());
-
-/// The device type that software drivers report.
-fn software_adapter() -> Option<wgpu::AdapterInfo> {
-    let descriptor = wgpu::InstanceDescriptor {
-        backends: wgpu::Backends::VULKAN,
-        ..wgpu::InstanceDescriptor::new_without_display_handle()
+/// The software Vulkan adapter of this machine, asked for once: every question loads all Vulkan drivers.
+fn software_adapter() -> Option<&'static wgpu::AdapterInfo> {
+    static ADAPTER: OnceLock<Option<wgpu::AdapterInfo>> = OnceLock::new();
+    let find = || {
+        let descriptor = wgpu::InstanceDescriptor {
+            backends: wgpu::Backends::VULKAN,
+            ..wgpu::InstanceDescriptor::new_without_display_handle()
+        };
+        let asked = wgpu::Instance::new(descriptor).enumerate_adapters(wgpu::Backends::VULKAN);
+        let adapters = cubecl::future::block_on(asked).into_iter().map(|adapter| adapter.get_info());
+        adapters.into_iter().find(|info| info.device_type == wgpu::DeviceType::Cpu)
     };
-    let adapters = cubecl::future::block_on(wgpu::Instance::new(descriptor).enumerate_adapters(wgpu::Backends::VULKAN));
-    adapters.into_iter().map(|adapter| adapter.get_info()).find(|info| info.device_type == wgpu::DeviceType::Cpu)
+    ADAPTER.get_or_init(find).as_ref()
 }
 
 impl Engine for WgpuRuntime {
@@ -325,7 +327,6 @@ impl Engine for WgpuRuntime {
     type Graph = NoGraph;
 
     fn available() -> Result<(), Error> {
-        let _alone = OPENING.lock().unwrap_or_else(|p| p.into_inner());
         software_adapter().map(|_| ()).ok_or(Error::NoAdapter)
     }
 
