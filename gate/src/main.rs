@@ -17,7 +17,13 @@ use dormouse_harness::ops::{Visitor, visit_all};
 use dormouse_harness::runner::{OnBackend, plants};
 use dormouse_reference::{Dual, Reference};
 
+#[cfg(feature = "devices")]
+mod devices;
+
 /// Backends that `--require` knows.
+#[cfg(feature = "devices")]
+const BACKENDS: [&str; 3] = ["cpu", devices::WORDS[0], devices::WORDS[1]];
+#[cfg(not(feature = "devices"))]
 const BACKENDS: [&str; 1] = ["cpu"];
 
 /// Run the ladder of gates that an operation must pass.
@@ -33,7 +39,7 @@ const BACKENDS: [&str; 1] = ["cpu"];
 struct Args {
     /// Stems of operations; none means all of them.
     stems: Vec<String>,
-    /// Run only this gate (fd, adj, form, diff, meta, det, golden, bite); repeatable.
+    /// Run only this gate (fd, adj, form, diff, meta, det, golden, bite; poison on devices); repeatable.
     #[arg(long)]
     only: Vec<String>,
     /// Run only table cases whose name contains this.
@@ -54,7 +60,10 @@ struct Args {
     /// Print tab-separated lines: stem gate backend cases worst_over_tol status reason.
     #[arg(long)]
     tsv: bool,
-    /// Fail if a gate of these backends did not run (comma-separated; this build knows: cpu).
+    /// Run only on these backends: cpu, lavapipe, cuda (comma-separated; all by default).
+    #[arg(long, value_delimiter = ',')]
+    backend: Vec<String>,
+    /// Fail if a gate of these backends did not run: cpu, lavapipe, cuda (comma-separated).
     #[arg(long, value_delimiter = ',')]
     require: Vec<String>,
     /// The folder of golden files.
@@ -75,8 +84,10 @@ fn main() -> ExitCode {
 
 fn run(args: &Args) -> Result<ExitCode> {
     let gates = gates(&args.only)?;
-    if let Some(unknown) = args.require.iter().find(|r| !BACKENDS.contains(&r.as_str())) {
-        bail!("--require {unknown}: this build knows {}", BACKENDS.join(", "));
+    for (option, words) in [("--require", &args.require), ("--backend", &args.backend)] {
+        if let Some(unknown) = words.iter().find(|r| !BACKENDS.contains(&r.as_str())) {
+            bail!("{option} {unknown}: this build knows {}", BACKENDS.join(", "));
+        }
     }
     let mut stems = Stems(Vec::new());
     visit_all(&mut stems);
@@ -109,9 +120,15 @@ fn run(args: &Args) -> Result<ExitCode> {
     if !args.tsv && !args.mutants {
         walk.head();
     }
-    visit_all(&mut walk);
+    if args.mutants || args.mutant.is_some() || wants(args, "cpu") {
+        visit_all(&mut walk);
+    }
     if args.mutants {
         return Ok(ExitCode::SUCCESS);
+    }
+    #[cfg(feature = "devices")]
+    if args.mutant.is_none() {
+        walk.devices();
     }
     if !walk.planted {
         bail!("no mutant `{}`; list them with --mutants", args.mutant.as_deref().unwrap_or_default());
@@ -122,14 +139,15 @@ fn run(args: &Args) -> Result<ExitCode> {
 }
 
 fn gates(words: &[String]) -> Result<Vec<Gate>> {
+    let all = || Gate::ALL.into_iter().chain([Gate::Poison]);
     if words.is_empty() {
-        return Ok(Gate::ALL.to_vec());
+        return Ok(all().collect());
     }
-    let known: Vec<&str> = Gate::ALL.iter().map(|g| g.word()).collect();
+    let known: Vec<&str> = all().map(|g| g.word()).collect();
     words
         .iter()
         .map(|word| {
-            let gate = Gate::ALL.into_iter().find(|g| g.word() == word);
+            let gate = all().find(|g| g.word() == word);
             gate.with_context(|| format!("no gate `{word}`; there are {}", known.join(", ")))
         })
         .collect()
@@ -140,7 +158,17 @@ fn summary(args: &Args, context: &Context, reports: &[Report]) -> ExitCode {
     let count = |status: Status| reports.iter().filter(|r| r.outcome.status == status).count();
     let not_run: Vec<&Report> = reports.iter().filter(|r| r.outcome.status == Status::NotRun).collect();
     // Golden values are other people's; a missing file is not a missing device.
-    let required_missing = args.require.iter().any(|r| r == "cpu") && not_run.iter().any(|r| r.gate != Gate::Golden);
+    let required = |report: &&&Report| args.require.iter().any(|word| word == backend_word(report));
+    let missing: Vec<_> = not_run.iter().filter(required).filter(|r| r.gate != Gate::Golden).collect();
+    let absent = args.require.iter().find(|word| !reports.iter().any(|r| backend_word(r) == word.as_str()));
+    if let Some(first) = missing.first() {
+        let (stem, gate, backend) = (first.stem, first.gate.word(), backend_word(first));
+        println!("FAIL --require {backend}: {stem} {gate} did not run: {}", first.outcome.reason);
+    }
+    if let Some(word) = absent {
+        println!("FAIL --require {word}: no gate of it was chosen");
+    }
+    let required_missing = !missing.is_empty() || absent.is_some();
     if !args.tsv {
         let mutants: usize = reports.iter().filter(|r| r.gate == Gate::Bite).map(|r| r.outcome.cases).sum();
         let surviving = reports.iter().any(|r| r.gate == Gate::Bite && r.outcome.status == Status::Fail);
@@ -165,6 +193,16 @@ fn summary(args: &Args, context: &Context, reports: &[Report]) -> ExitCode {
         println!("seed {}", context.seed);
     }
     if count(Status::Fail) > 0 || required_missing { ExitCode::FAILURE } else { ExitCode::SUCCESS }
+}
+
+/// What `--require` and `--backend` call the backend of a report.
+fn backend_word(report: &Report) -> &str {
+    if report.backend == "reference" { "cpu" } else { &report.backend }
+}
+
+/// Whether a backend was chosen.
+fn wants(args: &Args, backend: &str) -> bool {
+    args.backend.is_empty() || args.backend.iter().any(|word| word == backend)
 }
 
 fn reason_of<'a>(reports: &[&'a Report], word: &str) -> &'a str {
@@ -212,7 +250,7 @@ impl Visitor for Walk<'_> {
         if let Some(name) = &self.args.mutant {
             let Some(plant) = plants::<O>().into_iter().find(|p| p.name() == *name) else { return };
             self.planted = true;
-            for &gate in self.gates.iter().filter(|g| **g != Gate::Bite) {
+            for &gate in self.gates.iter().filter(|g| !matches!(g, Gate::Bite | Gate::Poison)) {
                 let start = std::time::Instant::now();
                 let outcome = with_mutant::<O>(&plant, gate, &runner, self.context);
                 self.note(Report {
@@ -226,7 +264,7 @@ impl Visitor for Walk<'_> {
             return;
         }
         let first = self.reports.len();
-        for &gate in self.gates {
+        for &gate in self.gates.iter().filter(|g| **g != Gate::Poison) {
             for report in ladder::<O>(&runner, "reference", &[gate], self.context) {
                 self.note(report);
             }
@@ -250,7 +288,8 @@ impl Walk<'_> {
         println!(
             "worst error over tolerance by operation and gate; bite: planted faults caught; -: not applicable; ?: not run"
         );
-        let gates: String = self.gates.iter().map(|gate| format!(" {:>8}", gate.word())).collect();
+        let of_reference = self.gates.iter().filter(|g| **g != Gate::Poison);
+        let gates: String = of_reference.map(|gate| format!(" {:>8}", gate.word())).collect();
         println!("{:<16}{gates} {:>8} {:>8}", "operation", "cases", "seconds");
     }
 
@@ -268,9 +307,40 @@ impl Walk<'_> {
         let cells: String = reports.iter().map(|report| format!(" {:>8}", cell(report))).collect();
         let cases: usize = reports.iter().filter(|r| r.gate != Gate::Bite).map(|r| r.outcome.cases).sum();
         let seconds: f64 = reports.iter().map(|r| r.time.as_secs_f64()).sum();
-        println!("{stem:<16}{cells} {cases:>8} {seconds:>8.2}");
+        let backend = reports.first().map_or("cpu", backend_word);
+        let name = if backend == "cpu" { stem.to_owned() } else { format!("{stem} {backend}") };
+        println!("{name:<16}{cells} {cases:>8} {seconds:>8.2}");
+        // One line says why a whole row did not run.
+        if backend != "cpu" && let Some(report) = reports.iter().find(|r| r.outcome.status == Status::NotRun) {
+            println!("  NOTRUN {name}: {}", report.outcome.reason);
+        }
         for red in reports.iter().filter(|r| r.outcome.status == Status::Fail) {
             println!("  FAIL {stem} {}: {}", red.gate.word(), red.outcome.reason);
+        }
+    }
+
+    /// The gates of the kernels: in a matrix, a second table.
+    #[cfg(feature = "devices")]
+    fn devices(&mut self) {
+        let chosen: Vec<&str> = devices::WORDS.into_iter().filter(|word| wants(self.args, word)).collect();
+        let gates: Vec<Gate> = Gate::DEVICE.into_iter().filter(|gate| self.gates.contains(gate)).collect();
+        if chosen.is_empty() || gates.is_empty() {
+            return;
+        }
+        let table = self.matrix && !self.args.tsv;
+        if table {
+            let words: String = gates.iter().map(|gate| format!(" {:>8}", gate.word())).collect();
+            println!("{:<16}{words} {:>8} {:>8}", "kernels", "cases", "seconds");
+        }
+        let (args, context) = (self.args, self.context);
+        for word in chosen {
+            for stem in devices::run(word, &args.stems, &gates, context) {
+                let first = self.reports.len();
+                stem.into_iter().for_each(|report| self.note(report));
+                if table {
+                    self.row(first);
+                }
+            }
         }
     }
 

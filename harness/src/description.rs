@@ -122,6 +122,8 @@ pub enum Gate {
     Diff,
     /// Laws that need no second implementation.
     Meta,
+    /// NaN in unwritten scratch and around every input changes nothing; devices only.
+    Poison,
     /// The same bits twice, and on any number of threads.
     Det,
     /// Values from other people's implementations.
@@ -131,9 +133,12 @@ pub enum Gate {
 }
 
 impl Gate {
-    /// All gates in ladder order.
+    /// The gates of the reference, in ladder order.
     pub const ALL: [Gate; 8] =
         [Gate::Fd, Gate::Adj, Gate::Form, Gate::Diff, Gate::Meta, Gate::Det, Gate::Golden, Gate::Bite];
+
+    /// The gates of a device, in ladder order.
+    pub const DEVICE: [Gate; 3] = [Gate::Diff, Gate::Poison, Gate::Det];
 
     /// The word in tables and on the command line.
     pub fn word(self) -> &'static str {
@@ -143,6 +148,7 @@ impl Gate {
             Gate::Form => "form",
             Gate::Diff => "diff",
             Gate::Meta => "meta",
+            Gate::Poison => "poison",
             Gate::Det => "det",
             Gate::Golden => "golden",
             Gate::Bite => "bite",

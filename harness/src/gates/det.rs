@@ -5,7 +5,7 @@ use ndarray::ArrayD;
 
 use super::{Context, Outcome, full_run, over_cases, passed, text};
 use crate::compare::same_bits;
-use crate::description::{Gate, OperationOn, Run};
+use crate::description::{Gate, Operation, OperationOn, Run};
 use crate::runner::{OnBackend, Runner};
 
 /// Runs the gate on the runner under test and on the f32 reference.
@@ -34,7 +34,18 @@ where
     .outcome(O::STEM, Gate::Det, context)
 }
 
-fn equal_bits(again: &Run<ArrayD<f64>>, first: &Run<ArrayD<f64>>) -> Result<(), String> {
+/// The gate for a device, whose threads are its own: two runs of every case have the same bits.
+pub fn gate_device<O: Operation>(runner: &dyn Runner<O>, context: &Context) -> Outcome {
+    over_cases::<O>(Gate::Det, context, |case, rng| {
+        let (inputs, upstream, first) = full_run(runner, case, rng)?;
+        let again = runner.run(&case.config, &inputs, upstream.as_ref()).map_err(text)?;
+        equal_bits(&again, &first)?;
+        Ok(0.0)
+    })
+    .outcome(O::STEM, Gate::Det, context)
+}
+
+pub(super) fn equal_bits(again: &Run<ArrayD<f64>>, first: &Run<ArrayD<f64>>) -> Result<(), String> {
     for (prefix, again, first) in [("", &again.outputs, &first.outputs), ("d", &again.grads, &first.grads)] {
         for (name, first) in first.iter() {
             let again = again.get(name).ok_or_else(|| format!("`{prefix}{name}` is absent the second time"))?;

@@ -23,6 +23,7 @@ pub mod fd;
 pub mod form;
 pub mod golden;
 pub mod meta;
+pub mod poison;
 
 /// Everything a gate needs besides the runner.
 #[derive(Clone, Debug)]
@@ -352,6 +353,7 @@ where
         Gate::Form => form::gate::<O>(runner, context),
         Gate::Diff => diff::gate_f32::<O>(runner, context),
         Gate::Meta => meta::gate::<O>(runner, context),
+        Gate::Poison => Outcome::not_applicable("the reference owns its memory"),
         Gate::Det => det::gate::<O>(runner, context),
         Gate::Golden => golden::gate::<O>(runner, context),
         Gate::Bite => bite::gate::<O>(runner, context),

@@ -1,0 +1,491 @@
+//! [`Device`]: tensors and steps on a GPU.
+//!
+//! A step runs eagerly the first time, which lays out its intermediates, and the second time, which checks that the
+//! layout is the same. On a runtime with graphs the third run is captured and every later one is a replay of it, in
+//! which the closure is not called. Persistent memory that a captured step uses is kept alive by it.
+
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use cubecl::client::ComputeClient;
+use cubecl::prelude::*;
+use dormouse_reference::{DType, Error, Result, StepKey, Tensors};
+use ndarray::{ArrayD, ArrayViewD, IxDyn};
+
+use crate::arena::{self, Arena, Place};
+use crate::launch::{Grid, Ledger};
+use crate::runtime::{self, Engine};
+use crate::tensor::{Buffer, FloatsLaunch, Life, MAX_ELEMENTS, Tensor, WORD, WordsLaunch};
+use crate::words;
+
+/// Bits that are NaN as a float and out of range as an id: what poisoned scratch holds.
+const POISON: u32 = u32::MAX;
+
+/// What is known of a step.
+struct Recorded<G> {
+    /// Eager runs so far.
+    runs: u32,
+    layout: Vec<Place>,
+    captured: Option<Captured<G>>,
+}
+
+/// A step as one graph.
+struct Captured<G> {
+    graph: G,
+    /// What one replay launches.
+    ledger: Ledger,
+    /// Memory that the graph's kernels use.
+    _buffers: Vec<Arc<Buffer>>,
+}
+
+impl<G> Default for Recorded<G> {
+    fn default() -> Self {
+        Self { runs: 0, layout: Vec::new(), captured: None }
+    }
+}
+
+/// A backend on the runtime `R`. Used from one thread; devices of one runtime share its stream and compiled kernels.
+pub struct Device<R: Engine> {
+    client: ComputeClient<R>,
+    alignment: u64,
+    /// Counts step starts and ends; scratch carries the count at its birth.
+    generation: Cell<u64>,
+    running: Cell<Option<&'static str>>,
+    arena: RefCell<Arena>,
+    chunks: RefCell<Vec<Arc<Buffer>>>,
+    steps: RefCell<HashMap<StepKey, Recorded<R::Graph>>>,
+    /// Buffers used by launches while a step is captured.
+    capturing: RefCell<Option<Vec<Arc<Buffer>>>>,
+    ledger: RefCell<Ledger>,
+    graphs: Cell<bool>,
+    poison: Cell<bool>,
+    captures: Cell<u64>,
+    /// A device belongs to the thread that made it.
+    _thread: std::marker::PhantomData<Rc<()>>,
+}
+
+impl<R: Engine> Device<R> {
+    /// Opens the runtime's device.
+    ///
+    /// # Errors
+    /// `Device` with what is missing and how to get it.
+    pub fn open() -> Result<Self> {
+        Ok(Self::on(R::open()?))
+    }
+
+    /// A fresh backend on an open client.
+    pub fn on(client: ComputeClient<R>) -> Self {
+        Self {
+            alignment: R::binding_alignment(&client),
+            client,
+            generation: Cell::new(0),
+            running: Cell::new(None),
+            arena: RefCell::default(),
+            chunks: RefCell::default(),
+            steps: RefCell::default(),
+            capturing: RefCell::default(),
+            ledger: RefCell::default(),
+            graphs: Cell::new(R::GRAPHS),
+            poison: Cell::new(false),
+            captures: Cell::new(0),
+            _thread: std::marker::PhantomData,
+        }
+    }
+
+    /// Whether steps are captured from their third run on; on by default where the runtime can.
+    pub fn set_graphs(&self, on: bool) {
+        self.graphs.set(on && R::GRAPHS);
+    }
+
+    /// Whether scratch starts as NaN instead of unspecified: an operation that reads what it did not write then shows.
+    pub fn set_poison(&self, on: bool) {
+        self.poison.set(on);
+    }
+
+    /// Launches and bytes by kernel, replays included.
+    pub fn ledger(&self) -> Ledger {
+        self.ledger.borrow().clone()
+    }
+
+    /// How many steps have been captured.
+    pub fn captures(&self) -> u64 {
+        self.captures.get()
+    }
+
+    /// Bytes of all chunks that the intermediates of steps lie in.
+    pub fn arena_bytes(&self) -> u64 {
+        self.arena.borrow().bytes()
+    }
+
+    /// What the runtime has done, for all its devices together.
+    pub fn activity(&self) -> runtime::Activity {
+        R::activity(&self.client)
+    }
+
+    /// The hardware and its versions, for people.
+    pub fn describe(&self) -> String {
+        R::describe(&self.client)
+    }
+
+    /// Waits until the device has done everything that was asked of it.
+    pub fn sync(&self) -> Result<()> {
+        R::settle(&self.client)?;
+        let waited = cubecl::future::block_on(self.client.sync());
+        R::settle(&self.client)?;
+        waited.map_err(|e| runtime::wgpu_error("sync", &e).into())
+    }
+
+    /// The one place where an operation launches a kernel. `bytes` is what it has to read and write, `uses` every
+    /// tensor it touches. An empty grid launches nothing.
+    pub(crate) fn launch(
+        &self,
+        kernel: &'static str,
+        grid: Grid,
+        bytes: u64,
+        uses: &[&Tensor],
+        issue: impl FnOnce(&ComputeClient<R>, CubeCount, CubeDim),
+    ) -> Result<()> {
+        if grid.is_empty() {
+            return Ok(());
+        }
+        if !grid.fits() {
+            let reason = format!("{:?} cubes, at most 65535 along an axis", grid.cubes);
+            return Err(runtime::Error::Launch { kernel: kernel.to_owned(), reason }.into());
+        }
+        if let Some(buffers) = self.capturing.borrow_mut().as_mut() {
+            for tensor in uses {
+                if !buffers.iter().any(|b| Arc::ptr_eq(b, &tensor.buffer)) {
+                    buffers.push(tensor.buffer.clone());
+                }
+            }
+        }
+        issue(&self.client, grid.count(), grid.cube_dim());
+        self.ledger.borrow_mut().note(kernel, bytes);
+        Ok(())
+    }
+
+    /// A tensor of floats as a kernel's argument; [`check_floats`](Self::check_floats) came first.
+    pub(crate) fn floats(&self, tensor: &Tensor) -> FloatsLaunch<R> {
+        tensor.floats(self.alignment)
+    }
+
+    /// A tensor of any type as a kernel's argument.
+    pub(crate) fn words(&self, tensor: &Tensor) -> WordsLaunch<R> {
+        tensor.words(self.alignment)
+    }
+
+    /// Scratch for floats.
+    pub(crate) fn float_scratch(&self, shape: &[usize]) -> Result<Tensor> {
+        self.scratch(shape, DType::F32)
+    }
+
+    /// Refuses tensors that are no floats or belong to an ended step.
+    pub(crate) fn check_floats(&self, op: &'static str, tensors: &[(&'static str, &Tensor)]) -> Result<()> {
+        for &(arg, tensor) in tensors {
+            self.check_life(op, arg, tensor)?;
+            if tensor.dtype != DType::F32 {
+                return Err(Error::Storage { op, arg, expected: "f32".to_owned(), got: tensor.dtype });
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses a gradient's destination that is no persistent tensor of floats, or shares memory with what the call
+    /// reads or writes besides.
+    pub(crate) fn check_into(
+        &self,
+        op: &'static str,
+        arg: &'static str,
+        into: &Tensor,
+        others: &[(&'static str, &Tensor)],
+    ) -> Result<()> {
+        if into.life != Life::Persistent {
+            return Err(Error::NotPersistent { op, arg });
+        }
+        self.check_floats(op, &[(arg, into)])?;
+        match others.iter().find(|(_, other)| into.overlaps(other)) {
+            Some(&(other, _)) => Err(Error::Aliased { op, arg, other }),
+            None => Ok(()),
+        }
+    }
+
+    fn check_life(&self, op: &'static str, arg: &'static str, tensor: &Tensor) -> Result<()> {
+        match tensor.life {
+            Life::Scratch { generation } if generation != self.generation.get() => Err(Error::StaleScratch { op, arg }),
+            _ => Ok(()),
+        }
+    }
+
+    fn check_outside(&self, op: &'static str) -> Result<()> {
+        match self.running.get() {
+            Some(step) => Err(Error::HostExchangeInStep { op, step }),
+            None => Ok(()),
+        }
+    }
+
+    /// New device memory; a refusal comes from here and not from the kernel that would have used it.
+    fn allocate(&self, bytes: u64) -> Result<Arc<Buffer>> {
+        let handle = self.client.empty(bytes as usize);
+        R::settle(&self.client)?;
+        Ok(Arc::new(Buffer { handle }))
+    }
+
+    fn advance(&self) {
+        self.generation.set(self.generation.get() + 1);
+        self.arena.borrow_mut().restart();
+    }
+
+    fn run(
+        &self,
+        key: &StepKey,
+        recorded: &mut Recorded<R::Graph>,
+        body: &mut dyn FnMut(&Self) -> Result<()>,
+    ) -> Result<()> {
+        if let Some(captured) = &recorded.captured {
+            R::replay(&self.client, &captured.graph)?;
+            self.ledger.borrow_mut().add(&captured.ledger);
+            return Ok(());
+        }
+        if recorded.runs >= 2 && self.graphs.get() {
+            let captured = self.capture(body)?;
+            arena::check_same(key.purpose, &recorded.layout, self.arena.borrow().layout())?;
+            R::replay(&self.client, &captured.graph)?;
+            self.captures.set(self.captures.get() + 1);
+            recorded.captured = Some(captured);
+            return Ok(());
+        }
+        body(self)?;
+        R::settle(&self.client)?;
+        let arena = self.arena.borrow();
+        if recorded.runs == 0 {
+            recorded.layout = arena.layout().to_vec();
+        } else {
+            arena::check_same(key.purpose, &recorded.layout, arena.layout())?;
+        }
+        recorded.runs += 1;
+        Ok(())
+    }
+
+    fn capture(&self, body: &mut dyn FnMut(&Self) -> Result<()>) -> Result<Captured<R::Graph>> {
+        R::begin_capture(&self.client)?;
+        let before = self.ledger.replace(Ledger::default());
+        *self.capturing.borrow_mut() = Some(Vec::new());
+        let ran = body(self);
+        // Whatever happened, the stream must leave its capturing state.
+        let graph = R::end_capture(&self.client);
+        let buffers = self.capturing.borrow_mut().take().unwrap_or_default();
+        let ledger = self.ledger.replace(before);
+        ran?;
+        let captured = Captured { graph: graph?, ledger, _buffers: buffers };
+        self.ledger.borrow_mut().add(&captured.ledger);
+        Ok(captured)
+    }
+
+    fn check_storage(&self, op: &'static str, shape: &[usize], dtype: DType) -> Result<u64> {
+        if !matches!(dtype, DType::F32 | DType::U32 | DType::U8) {
+            let expected = format!("f32, u32 or u8 on {}", self.name());
+            return Err(Error::Storage { op, arg: "dtype", expected, got: dtype });
+        }
+        let elements = shape.iter().try_fold(1u64, |product, &n| product.checked_mul(n as u64)).unwrap_or(u64::MAX);
+        if elements > MAX_ELEMENTS {
+            return Err(runtime::Error::TooManyElements { op, elements, max: MAX_ELEMENTS }.into());
+        }
+        Ok(elements * WORD)
+    }
+}
+
+impl<R: Engine> Tensors for Device<R> {
+    type Tensor = Tensor;
+
+    fn name(&self) -> String {
+        format!("{} f32", R::WORD)
+    }
+
+    fn float(&self) -> DType {
+        DType::F32
+    }
+
+    fn persistent(&self, shape: &[usize], dtype: DType) -> Result<Tensor> {
+        const OP: &str = "persistent";
+        self.check_outside(OP)?;
+        let bytes = self.check_storage(OP, shape, dtype)?;
+        let buffer = self.allocate(bytes.max(WORD))?;
+        let tensor = Tensor { buffer, start: 0, shape: shape.into(), dtype, life: Life::Persistent };
+        words::fill(self, &tensor, 0)?;
+        Ok(tensor)
+    }
+
+    fn scratch(&self, shape: &[usize], dtype: DType) -> Result<Tensor> {
+        let bytes = self.check_storage("scratch", shape, dtype)?;
+        let place = self.arena.borrow_mut().place(bytes, |size| {
+            let chunk = self.allocate(size)?;
+            self.chunks.borrow_mut().push(chunk);
+            Ok::<(), Error>(())
+        })?;
+        let tensor = Tensor {
+            buffer: self.chunks.borrow()[place.chunk].clone(),
+            start: place.offset / WORD,
+            shape: shape.into(),
+            dtype,
+            life: Life::Scratch { generation: self.generation.get() },
+        };
+        if self.poison.get() {
+            words::fill(self, &tensor, POISON)?;
+        }
+        Ok(tensor)
+    }
+
+    fn view(&self, tensor: &Tensor, start: usize, shape: &[usize]) -> Result<Tensor> {
+        let end = shape.iter().try_fold(1usize, |product, &n| product.checked_mul(n)).and_then(|n| n.checked_add(start));
+        match end {
+            Some(end) if end <= tensor.len() => {
+                Ok(Tensor { start: tensor.start + start as u64, shape: shape.into(), ..tensor.clone() })
+            }
+            end => Err(Error::View { start, end: end.unwrap_or(usize::MAX), len: tensor.len() }),
+        }
+    }
+
+    fn shape<'a>(&self, tensor: &'a Tensor) -> &'a [usize] {
+        &tensor.shape
+    }
+
+    fn dtype(&self, tensor: &Tensor) -> DType {
+        tensor.dtype
+    }
+
+    fn is_persistent(&self, tensor: &Tensor) -> bool {
+        tensor.life == Life::Persistent
+    }
+
+    fn upload(&self, values: ArrayViewD<'_, f64>, into: &Tensor) -> Result<()> {
+        const OP: &str = "upload";
+        self.check_outside(OP)?;
+        self.check_life(OP, "into", into)?;
+        if values.shape() != into.shape() {
+            return Err(Error::Shape {
+                op: OP,
+                arg: "values",
+                expected: format!("{:?}, as the tensor", into.shape()),
+                got: values.shape().to_vec(),
+            });
+        }
+        if into.is_empty() {
+            return Ok(());
+        }
+        let words = to_words(values, into.dtype)?;
+        let bytes: &[u8] = bytemuck::cast_slice(&words);
+        if R::write(&self.client, into.buffer.part(into.start * WORD, into.bytes()), bytes)? {
+            return Ok(());
+        }
+        let buffer = Arc::new(Buffer { handle: self.client.create_from_slice(bytes) });
+        let staged = Tensor { buffer, start: 0, life: Life::Persistent, ..into.clone() };
+        words::copy(self, &staged, into)?;
+        Ok(R::settle(&self.client)?)
+    }
+
+    fn download(&self, tensor: &Tensor) -> Result<ArrayD<f64>> {
+        const OP: &str = "download";
+        self.check_outside(OP)?;
+        self.check_life(OP, "tensor", tensor)?;
+        let values = if tensor.is_empty() {
+            Vec::new()
+        } else {
+            R::settle(&self.client)?;
+            let read = self.client.read_one(tensor.buffer.part(tensor.start * WORD, tensor.bytes()));
+            // The runtime's own error says more than cubecl's form of it.
+            R::settle(&self.client)?;
+            let bytes = read.map_err(|e| runtime::wgpu_error(OP, &e))?;
+            from_words(&bytes, tensor.dtype)
+        };
+        Ok(ArrayD::from_shape_vec(IxDyn(&tensor.shape), values).expect("a handle's shape matches its memory"))
+    }
+
+    fn fill(&self, tensor: &Tensor, value: f64) -> Result<()> {
+        self.check_life("fill", "tensor", tensor)?;
+        let bits = match tensor.dtype {
+            DType::U32 => value as u32,
+            DType::U8 => u32::from(value as u8),
+            _ => (value as f32).to_bits(),
+        };
+        words::fill(self, tensor, bits)
+    }
+
+    fn keep(&self, from: &Tensor, into: &Tensor) -> Result<()> {
+        const OP: &str = "keep";
+        self.check_life(OP, "from", from)?;
+        if into.life != Life::Persistent {
+            return Err(Error::NotPersistent { op: OP, arg: "into" });
+        }
+        if from.shape != into.shape {
+            return Err(Error::Shape {
+                op: OP,
+                arg: "from",
+                expected: format!("{:?}, as `into`", into.shape()),
+                got: from.shape().to_vec(),
+            });
+        }
+        if from.dtype != into.dtype {
+            return Err(Error::Storage {
+                op: OP,
+                arg: "from",
+                expected: format!("{}, as `into`", into.dtype),
+                got: from.dtype,
+            });
+        }
+        if !from.overlaps(into) {
+            return words::copy(self, from, into);
+        }
+        // Two views of one buffer: units would read what others have written already.
+        let aside = self.scratch(from.shape(), from.dtype)?;
+        words::copy(self, from, &aside)?;
+        words::copy(self, &aside, into)
+    }
+
+    fn step(&self, key: &StepKey, body: &mut dyn FnMut(&Self) -> Result<()>) -> Result<()> {
+        if let Some(outer) = self.running.get() {
+            return Err(Error::NestedStep { outer, inner: key.purpose });
+        }
+        self.advance();
+        self.running.set(Some(key.purpose));
+        let mut recorded = self.steps.borrow_mut().remove(key).unwrap_or_default();
+        let result = self.run(key, &mut recorded, body);
+        self.steps.borrow_mut().insert(key.clone(), recorded);
+        self.running.set(None);
+        self.advance();
+        result
+    }
+}
+
+/// Host values as the words of a tensor, rounded to its type.
+fn to_words(values: ArrayViewD<'_, f64>, dtype: DType) -> Result<Vec<u32>> {
+    let max = match dtype {
+        DType::U32 => f64::from(u32::MAX),
+        DType::U8 => f64::from(u8::MAX),
+        _ => return Ok(values.iter().map(|&v| (v as f32).to_bits()).collect()),
+    };
+    let whole = |(index, &v): (IxDyn, &f64)| {
+        if v >= 0.0 && v <= max && v.fract() == 0.0 {
+            return Ok(v as u32);
+        }
+        use ndarray::Dimension as _;
+        Err(Error::Value {
+            op: "upload",
+            arg: "values",
+            expected: format!("a whole number from 0 to {max}"),
+            got: v,
+            index: index.as_array_view().to_vec(),
+        })
+    };
+    values.indexed_iter().map(whole).collect()
+}
+
+/// The words of a tensor as host values.
+fn from_words(bytes: &[u8], dtype: DType) -> Vec<f64> {
+    let words = bytes.chunks_exact(WORD as usize).map(|w| u32::from_le_bytes([w[0], w[1], w[2], w[3]]));
+    match dtype {
+        DType::U32 | DType::U8 => words.map(f64::from).collect(),
+        _ => words.map(|w| f64::from(f32::from_bits(w))).collect(),
+    }
+}

@@ -1,0 +1,126 @@
+//! How many units a kernel runs on, and the ledger of launches.
+
+use std::collections::BTreeMap;
+
+use cubecl::prelude::*;
+
+/// Units of a cube in kernels whose units do not share anything.
+const UNITS: u32 = 64;
+
+/// The largest number of cubes along one axis on every runtime.
+const MAX_AXIS: u32 = 65535;
+
+/// Cubes and units of a launch.
+#[derive(Clone, Debug)]
+pub(crate) struct Grid {
+    pub cubes: (u32, u32),
+    pub dim: (u32, u32),
+}
+
+impl Grid {
+    /// At least `n` units in one row (`ABSOLUTE_POS`); units from `n` on have nothing to do. Vulkan stops at 65535
+    /// cubes along an axis, so a longer row is folded.
+    pub fn units(n: usize) -> Self {
+        let cubes = (n as u64).div_ceil(u64::from(UNITS));
+        let y = cubes.div_ceil(u64::from(MAX_AXIS));
+        let x = if y == 0 { 0 } else { cubes.div_ceil(y) };
+        Self { cubes: (x as u32, y as u32), dim: (UNITS, 1) }
+    }
+
+    /// Cubes of `tile` by `tile` units that cover a matrix.
+    pub fn tiles(rows: usize, columns: usize, tile: u32) -> Self {
+        let tiles = |n: usize| (n as u64).div_ceil(u64::from(tile)) as u32;
+        Self { cubes: (tiles(rows), tiles(columns)), dim: (tile, tile) }
+    }
+
+    /// Whether there is nothing to do.
+    pub fn is_empty(&self) -> bool {
+        self.cubes.0 == 0 || self.cubes.1 == 0
+    }
+
+    /// Whether every runtime accepts it.
+    pub fn fits(&self) -> bool {
+        self.cubes.0 <= MAX_AXIS && self.cubes.1 <= MAX_AXIS
+    }
+
+    pub fn count(&self) -> CubeCount {
+        CubeCount::Static(self.cubes.0, self.cubes.1, 1)
+    }
+
+    pub fn cube_dim(&self) -> CubeDim {
+        CubeDim::new_2d(self.dim.0, self.dim.1)
+    }
+}
+
+/// What one kernel has done.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Launches {
+    /// How often it ran, in replays too.
+    pub count: u64,
+    /// Bytes that it has to read and write: the floor of its time.
+    pub bytes: u64,
+}
+
+/// Launches by kernel, in alphabetical order.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Ledger {
+    /// Kernels by name.
+    pub kernels: BTreeMap<&'static str, Launches>,
+}
+
+impl Ledger {
+    /// Notes one launch.
+    pub(crate) fn note(&mut self, kernel: &'static str, bytes: u64) {
+        let entry = self.kernels.entry(kernel).or_default();
+        entry.count += 1;
+        entry.bytes += bytes;
+    }
+
+    /// Adds another ledger: what a replay does.
+    pub(crate) fn add(&mut self, other: &Ledger) {
+        for (kernel, launches) in &other.kernels {
+            let entry = self.kernels.entry(kernel).or_default();
+            entry.count += launches.count;
+            entry.bytes += launches.bytes;
+        }
+    }
+
+    /// Launches of all kernels.
+    pub fn count(&self) -> u64 {
+        self.kernels.values().map(|k| k.count).sum()
+    }
+
+    /// Bytes of all kernels.
+    pub fn bytes(&self) -> u64 {
+        self.kernels.values().map(|k| k.bytes).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_row_of_units_is_covered_and_folded_where_it_is_long() {
+        for n in [0, 1, 64, 65, 64 * 65535, 64 * 65535 + 1, 3_000_000_000] {
+            let grid = Grid::units(n);
+            let (x, y) = (u64::from(grid.cubes.0), u64::from(grid.cubes.1));
+            assert!(x * y * 64 >= n as u64, "{n}: {grid:?}");
+            assert!(x * y * 64 < n as u64 + 64 * (y + 1), "{n}: {grid:?}");
+            assert!(grid.fits());
+            assert_eq!(grid.is_empty(), n == 0);
+        }
+    }
+
+    #[test]
+    fn a_replay_adds_what_was_captured() {
+        let mut step = Ledger::default();
+        step.note("fill", 8);
+        step.note("fill", 4);
+        step.note("copy", 1);
+        let mut all = step.clone();
+        all.add(&step);
+        assert_eq!((all.count(), all.bytes()), (6, 26));
+        assert_eq!(all.kernels["fill"], Launches { count: 4, bytes: 24 });
+    }
+}

@@ -1,0 +1,30 @@
+//! The operations of dormouse as GPU kernels, on CUDA and, with no GPU at all, on Mesa's software Vulkan driver.
+//!
+//! Kernels are Rust: cubecl `#[cube]` functions, generic over the [`runtime::Engine`] they run on. A [`Device`]
+//! implements the backend traits of `dormouse-reference` with them; each operation is one file under the stem of its
+//! twin there. A step runs eagerly twice and is then captured and replayed as one CUDA graph.
+//!
+//! Conventions are those of the reference: row-major and contiguous, `[.., D]` counts every leading axis as rows,
+//! gradients of parameters accumulate, no float atomics, every sum in one fixed order. Floats are f32; ids (`u8`) lie
+//! in 32-bit words on the device, since WGSL has no bytes.
+//!
+//! The crate builds without CUDA and loads the driver when it is asked for a device.
+
+mod arena;
+mod device;
+mod launch;
+mod linear;
+mod matmul;
+mod residual;
+mod rms_norm;
+pub mod runtime;
+mod sum;
+mod tensor;
+mod words;
+
+pub use cubecl::client::ComputeClient as Client;
+pub use cubecl::wgpu::WgpuRuntime as Lavapipe;
+pub use device::Device;
+pub use launch::{Launches, Ledger};
+pub use runtime::{Cuda, Engine, Error};
+pub use tensor::Tensor;

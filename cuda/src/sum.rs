@@ -1,0 +1,77 @@
+//! Sums over rows in one fixed order, without atomics: how a parameter's gradient is reduced over tokens.
+//!
+//! Blocks of [`BLOCK`] rows are added first to last, then blocks of their sums, until one row is left, which is added
+//! to what the destination holds. The order depends on the number of rows only.
+
+use cubecl::prelude::*;
+use dormouse_reference::Result;
+
+use crate::device::Device;
+use crate::launch::Grid;
+use crate::runtime::Engine;
+use crate::tensor::{Floats, Tensor};
+
+/// Rows that one unit adds up.
+pub(crate) const BLOCK: usize = 64;
+
+/// One unit adds the rows of one block in one column, first to last.
+#[cube(launch_unchecked)]
+fn block_sums_kernel(x: &Floats, out: &mut Floats, rows: u32, width: u32) {
+    let i = ABSOLUTE_POS;
+    let (rows, width) = (rows as usize, width as usize);
+    if i < rows.div_ceil(BLOCK) * width {
+        let first = i / width * BLOCK;
+        let mut last = first + BLOCK;
+        if last > rows {
+            last = rows;
+        }
+        let mut sum = 0.0f32;
+        for n in first..last {
+            sum += x.at(n * width + i % width);
+        }
+        out.set(i, sum);
+    }
+}
+
+/// One unit adds one element.
+#[cube(launch_unchecked)]
+fn add_kernel(x: &Floats, into: &mut Floats, len: u32) {
+    let i = ABSOLUTE_POS;
+    if i < len as usize {
+        into.set(i, into.at(i) + x.at(i));
+    }
+}
+
+/// Adds `x` to `into`, element by element.
+pub(crate) fn add<R: Engine>(b: &Device<R>, x: &Tensor, into: &Tensor) -> Result<()> {
+    b.launch("sum::add", Grid::units(into.len()), 3 * into.bytes(), &[x, into], |client, count, dim| {
+        // SAFETY: both have `len` elements.
+        unsafe {
+            add_kernel::launch_unchecked::<R>(client, count, dim, b.floats(x), b.floats(into), into.len() as u32)
+        }
+    })
+}
+
+/// Adds the sum of the rows of `x` (`rows` by `width`) to `into`.
+pub(crate) fn add_rows<R: Engine>(
+    b: &Device<R>,
+    x: &Tensor,
+    rows: usize,
+    width: usize,
+    into: &Tensor,
+) -> Result<()> {
+    let (mut x, mut rows) = (x.clone(), rows);
+    while rows > 1 {
+        let blocks = rows.div_ceil(BLOCK);
+        let out = b.float_scratch(&[blocks, width])?;
+        let bytes = x.bytes() + out.bytes();
+        b.launch("sum::rows", Grid::units(out.len()), bytes, &[&x, &out], |client, count, dim| {
+            let (n, d) = (rows as u32, width as u32);
+            // SAFETY: `x` has `rows` by `width` elements, `out` one row a block.
+            unsafe { block_sums_kernel::launch_unchecked::<R>(client, count, dim, b.floats(&x), b.floats(&out), n, d) }
+        })?;
+        (x, rows) = (out, blocks);
+    }
+    // No rows add nothing.
+    if rows == 1 { add(b, &x, into) } else { Ok(()) }
+}

@@ -1,0 +1,117 @@
+//! The gates of the GPU kernels: on CUDA, and on Mesa's software Vulkan driver, where they run without a GPU.
+
+use std::time::Instant;
+
+use dormouse_cuda::{Client, Cuda, Device, Engine, Lavapipe};
+use dormouse_harness::description::{Gate, Operation, OperationOn, Run};
+use dormouse_harness::gates::{Context, Outcome, Report, det, diff, poison};
+use dormouse_harness::named::{Named, Values};
+use dormouse_harness::ops::linear::LinearOp;
+use dormouse_harness::ops::residual::ResidualOp;
+use dormouse_harness::ops::rms_norm::RmsNormOp;
+use dormouse_harness::runner::{OnBackend, Runner, upload};
+use dormouse_reference::{DType, Error, Reference, Tensors};
+use ndarray::ArrayD;
+
+/// The words of the backends, in the order they run.
+pub const WORDS: [&str; 2] = [Lavapipe::WORD, Cuda::WORD];
+
+/// Words of NaN before and after an input. Odd, so that the input starts where no alignment helps it.
+const MARGIN: usize = 3;
+
+/// Runs an operation on a device: every run on a fresh [`Device`], so that nothing is left of the run before.
+struct OnDevice<R: Engine> {
+    client: Client<R>,
+    poisoned: bool,
+}
+
+impl<R: Engine, O: OperationOn<Device<R>>> Runner<O> for OnDevice<R> {
+    fn run(&self, config: &O::Config, inputs: &Values, upstream: Option<&Values>) -> Result<Run<ArrayD<f64>>, Error> {
+        let b = Device::<R>::on(self.client.clone());
+        b.set_poison(self.poisoned);
+        let send = |values: &Values, integers: &[&str]| {
+            if self.poisoned { upload_in_nan(&b, values, integers) } else { upload(&b, values, integers) }
+        };
+        let inputs = send(inputs, O::integers())?;
+        let upstream = upstream.map(|u| send(u, &[])).transpose()?;
+        let run = O::run(&b, config, &inputs, upstream.as_ref())?;
+        Ok(Run { outputs: run.outputs.try_map(|_, t| b.download(t))?, grads: run.grads.try_map(|_, t| b.download(t))? })
+    }
+}
+
+/// Uploads values into the middle of buffers of NaN; integers get the largest number around them.
+fn upload_in_nan<B: Tensors>(b: &B, values: &Values, integers: &[&str]) -> Result<Named<B::Tensor>, Error> {
+    values.try_map(|name, array| {
+        let (dtype, poison) =
+            if integers.contains(&name) { (DType::U32, f64::from(u32::MAX)) } else { (b.float(), f64::NAN) };
+        let around = b.persistent(&[array.len() + 2 * MARGIN], dtype)?;
+        b.fill(&around, poison)?;
+        let tensor = b.view(&around, MARGIN, array.shape())?;
+        b.upload(array.view(), &tensor)?;
+        Ok(tensor)
+    })
+}
+
+/// Runs the chosen gates on one backend: the reports of each operation that has kernels, as they come.
+pub fn run<'a>(
+    word: &str,
+    stems: &'a [String],
+    gates: &'a [Gate],
+    context: &'a Context,
+) -> Box<dyn Iterator<Item = Vec<Report>> + 'a> {
+    if word == Cuda::WORD { on::<Cuda>(stems, gates, context) } else { on::<Lavapipe>(stems, gates, context) }
+}
+
+/// The gates of one operation on an opened runtime, or on one that could not be opened.
+type Ladder<R> = fn(&[Gate], &Result<Client<R>, String>, &Context) -> Vec<Report>;
+
+fn on<'a, R: Engine>(
+    stems: &'a [String],
+    gates: &'a [Gate],
+    context: &'a Context,
+) -> Box<dyn Iterator<Item = Vec<Report>> + 'a> {
+    let operations: [(&str, Ladder<R>); 3] = [
+        (LinearOp::STEM, ladder::<R, LinearOp>),
+        (ResidualOp::STEM, ladder::<R, ResidualOp>),
+        (RmsNormOp::STEM, ladder::<R, RmsNormOp>),
+    ];
+    let client = R::open().map_err(|why| why.to_string());
+    let chosen = operations.into_iter().filter(|(stem, _)| stems.is_empty() || stems.iter().any(|s| s == stem));
+    Box::new(chosen.map(move |(_, ladder)| ladder(gates, &client, context)))
+}
+
+fn ladder<R, O>(gates: &[Gate], client: &Result<Client<R>, String>, context: &Context) -> Vec<Report>
+where
+    R: Engine,
+    O: OperationOn<Device<R>> + OperationOn<Reference<f64>>,
+{
+    gates
+        .iter()
+        .map(|&gate| {
+            let start = Instant::now();
+            let outcome = match client {
+                Err(why) => Outcome::not_run(why),
+                Ok(client) => one::<R, O>(gate, client, context),
+            };
+            Report { stem: O::STEM, gate, backend: R::WORD.to_owned(), outcome, time: start.elapsed() }
+        })
+        .collect()
+}
+
+fn one<R, O>(gate: Gate, client: &Client<R>, context: &Context) -> Outcome
+where
+    R: Engine,
+    O: OperationOn<Device<R>> + OperationOn<Reference<f64>>,
+{
+    let [plain, poisoned] = [false, true].map(|poisoned| OnDevice { client: client.clone(), poisoned });
+    let (plain, poisoned): (&dyn Runner<O>, &dyn Runner<O>) = (&plain, &poisoned);
+    match gate {
+        Gate::Diff => {
+            let reference = OnBackend::new(Reference::<f64>::new);
+            diff::gate::<O>(plain, &reference, context, |x| f64::from(x as f32), |t| t.diff_f32)
+        }
+        Gate::Poison => poison::gate::<O>(plain, poisoned, context),
+        Gate::Det => det::gate_device::<O>(plain, context),
+        other => Outcome::not_applicable(format!("{} is a gate of the reference", other.word())),
+    }
+}
