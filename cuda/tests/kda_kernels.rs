@@ -7,6 +7,9 @@ use cubecl::server::Handle;
 use cubecl::wgpu::WgpuRuntime;
 use ndarray::{ArrayD, IxDyn};
 
+use dormouse_cuda::kda::dstate::Written;
+use dormouse_cuda::kda::forward::Saved;
+use dormouse_cuda::kda::grads::Passed;
 use dormouse_cuda::kda::{self, Sizes};
 use dormouse_reference::kda::{Config, Form, Grads, Inputs, Kda, Memory, Outputs};
 use dormouse_reference::{Reference, Tensor, Tensors};
@@ -255,6 +258,28 @@ fn plain(client: &Client, case: &Case) -> Results {
     buffers.results(client)
 }
 
+fn fused(client: &Client, case: &Case) -> Results {
+    let [batch, time, heads, key, value] = case.sizes;
+    let sizes = Sizes::new(batch, time, heads, key, value).unwrap();
+    let inputs = inputs(case).map(|_, x| upload(client, &x));
+    let upstream = upstream(case).map(|_, x| upload(client, &x));
+    let buffers = Buffers::new(client, case);
+    let Buffers { outputs, grads, .. } = &buffers;
+    let (p, t) = (poisoned(client, sizes.pairs()), poisoned(client, sizes.pairs()));
+    let saved = Saved { states: poisoned(client, sizes.span_states()), u: poisoned(client, sizes.values()) };
+    let (z, dstates) = (poisoned(client, sizes.values()), poisoned(client, sizes.span_states()));
+    let saved = Saved { states: &saved.states, u: &saved.u };
+
+    kda::prep::launch(client, &sizes, (&inputs.q, &inputs.k, &inputs.g, &inputs.beta), (&p, &t));
+    kda::forward::launch(client, &sizes, scale(case), inputs.as_ref(), (&p, &t), outputs.as_ref(), Some(saved))
+        .unwrap();
+    let written = Written { dv: &grads.dv, z: &z, dstates: &dstates, dinitial_state: grads.dinitial_state.as_ref() };
+    kda::dstate::launch(client, &sizes, scale(case), inputs.as_ref(), (&p, &t), upstream.as_ref(), written).unwrap();
+    let passed = Passed { saved, z: &z, dstates: &dstates };
+    kda::grads::launch(client, &sizes, scale(case), inputs.as_ref(), passed, &upstream.o, grads.as_ref());
+    buffers.results(client)
+}
+
 fn rms(x: impl Iterator<Item = f64>) -> f64 {
     let (sum, n) = x.fold((0.0, 0usize), |(sum, n), x| (sum + x * x, n + 1));
     (sum / n.max(1) as f64).sqrt()
@@ -320,6 +345,16 @@ fn same_bits_twice(title: &str, run: fn(&Client, &Case) -> Results) {
 #[test]
 fn plain_equals_the_reference() {
     check("plain", plain);
+}
+
+#[test]
+fn fused_equals_the_reference() {
+    check("fused", fused);
+}
+
+#[test]
+fn fused_gives_the_same_bits_twice() {
+    same_bits_twice("fused", fused);
 }
 
 #[test]
