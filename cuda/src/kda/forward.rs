@@ -1,0 +1,332 @@
+//! The states and the output, chunk after chunk.
+//!
+//! ```text
+//! U  = T (beta V - Rt S)                  O = scale (Qt S + P U)                  S <- Diag(e^{G_n}) S + Kb^T U
+//! Qt_i = q_i e^{G_i}      Rt_i = beta_i k_i e^{G_i}      Kb_j = k_j e^{G_n - G_j}      T = (I + L)^-1
+//! ```
+//!
+//! A cube is a chain and a block of its value columns, which do not see each other. It holds its columns of S in shared
+//! memory and walks the chunks in order. Channels of q, k and g are taken a block at a time, twice a chunk: once to read
+//! the state and once to write it. A unit holds some elements of each `[CHUNK, columns]` result, see `tile`.
+//!
+//! A last chunk without all its tokens works on zeros: g = 0 forgets nothing and beta = 0 writes nothing.
+
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use dormouse_reference::kda::{Inputs, Outputs};
+
+use super::tile::{self, Part, Strides, Tile, clear, multiply_add};
+use super::{CHUNK, SPAN, Sizes, Unsupported, array, load_or_zero, optional, shared_memory, token_at, widest};
+
+/// Units of a cube.
+const UNITS: usize = 128;
+
+/// What `forward` and `dstate` are compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Plan {
+    pub key: usize,
+    pub value: usize,
+    /// Columns of the state that a cube holds.
+    pub columns: usize,
+    /// Channels of a block.
+    pub channels: usize,
+}
+
+impl Plan {
+    /// Takes as many columns as fit, then as many channels.
+    pub fn new(sizes: &Sizes, available: usize) -> Result<Self, Unsupported> {
+        let plan = |columns, channels| Self { key: sizes.key, value: sizes.value, columns, channels };
+        let columns = widest(&[32, 16, 8], available, |columns| plan(columns, 16).bytes())?;
+        let useful = sizes.key.next_power_of_two().clamp(16, 64);
+        let widths: Vec<usize> = [64, 32, 16].into_iter().filter(|&width| width <= useful).collect();
+        let channels = widest(&widths, available, |channels| plan(columns, channels).bytes())?;
+        Ok(plan(columns, channels))
+    }
+
+    /// Bytes of shared memory of a cube: the state, three tiles of channels, two of columns, P, T, and small vectors.
+    pub fn bytes(self) -> usize {
+        let tiles = 3 * self.by_channel().len() + 2 * self.by_column().len() + 2 * self.by_pair().len();
+        4 * (self.of_state().len() + tiles + CHUNK + self.channels)
+    }
+
+    pub const fn column_blocks(self) -> usize {
+        self.value.div_ceil(self.columns)
+    }
+
+    pub const fn channel_blocks(self) -> usize {
+        self.key.div_ceil(self.channels)
+    }
+
+    /// The state, `[whole channel blocks, columns]`.
+    pub const fn of_state(self) -> Part {
+        let rows = self.channel_blocks() * self.channels;
+        Part { rows, columns: self.columns, stride: self.columns, units: UNITS }
+    }
+
+    /// `[CHUNK, channels]`.
+    pub const fn by_channel(self) -> Part {
+        Part { rows: CHUNK, columns: self.channels, stride: self.channels + 1, units: UNITS }
+    }
+
+    /// `[CHUNK, columns]`.
+    pub const fn by_column(self) -> Part {
+        Part { rows: CHUNK, columns: self.columns, stride: self.columns, units: UNITS }
+    }
+
+    /// `[CHUNK, CHUNK]`.
+    pub const fn by_pair(self) -> Part {
+        Part { rows: CHUNK, columns: CHUNK, stride: CHUNK + 1, units: UNITS }
+    }
+
+    /// The shape of every product: `[16, columns]`, of tokens or of channels.
+    pub const fn product(self) -> Tile {
+        Tile { rows: CHUNK, columns: self.columns, units: UNITS }
+    }
+
+    /// A tile as it lies.
+    pub const fn rows_of(part: Part) -> Strides {
+        Strides { first: part.stride, second: 1 }
+    }
+
+    /// A tile's transpose.
+    pub const fn columns_of(part: Part) -> Strides {
+        Strides { first: 1, second: part.stride }
+    }
+}
+
+/// What the backward pass needs of the forward pass besides the inputs.
+#[derive(Clone, Copy, Debug)]
+pub struct Saved<T> {
+    /// `[B, H, spans, K, V]`, S on entry to each span.
+    pub states: T,
+    /// `[B, T, H, V]`, what each token wrote.
+    pub u: T,
+}
+
+/// Runs every chain from its initial state, or zeros, with the `p` and `t` of [`super::prep`].
+///
+/// # Errors
+/// [`Unsupported`] if not even narrow blocks fit the device's shared memory.
+pub fn launch<R: Runtime>(
+    client: &ComputeClient<R>,
+    sizes: &Sizes,
+    scale: f32,
+    inputs: Inputs<&Handle>,
+    (p, t): (&Handle, &Handle),
+    outputs: Outputs<&Handle>,
+    saved: Option<Saved<&Handle>>,
+) -> Result<(), Unsupported> {
+    let plan = Plan::new(sizes, shared_memory(client))?;
+    let cubes = sizes.chains() * plan.column_blocks();
+    if cubes == 0 {
+        return Ok(());
+    }
+    // SAFETY: offsets stay inside the lengths given here, see `Sizes`.
+    unsafe {
+        forward_kernel::launch_unchecked::<R>(
+            client,
+            CubeCount::Static(cubes as u32, 1, 1),
+            CubeDim::new_1d(UNITS as u32),
+            array(inputs.q, sizes.keys()),
+            array(inputs.k, sizes.keys()),
+            array(inputs.v, sizes.values()),
+            array(inputs.g, sizes.keys()),
+            array(inputs.beta, sizes.tokens()),
+            optional(inputs.initial_state, sizes.state()),
+            array(p, sizes.pairs()),
+            array(t, sizes.pairs()),
+            array(outputs.o, sizes.values()),
+            optional(outputs.final_state, sizes.state()),
+            optional(saved.map(|saved| saved.states), sizes.span_states()),
+            optional(saved.map(|saved| saved.u), sizes.values()),
+            scale,
+            sizes.time,
+            sizes.heads,
+            plan,
+        );
+    }
+    Ok(())
+}
+
+#[cube(launch_unchecked)]
+fn forward_kernel(
+    q: &Array<f32>,
+    k: &Array<f32>,
+    v: &Array<f32>,
+    g: &Array<f32>,
+    beta: &Array<f32>,
+    initial_state: ComptimeOption<Array<f32>>,
+    p: &Array<f32>,
+    t: &Array<f32>,
+    o: &mut Array<f32>,
+    final_state: &mut ComptimeOption<Array<f32>>,
+    states: &mut ComptimeOption<Array<f32>>,
+    saved_u: &mut ComptimeOption<Array<f32>>,
+    scale: f32,
+    time: usize,
+    heads: usize,
+    #[comptime] plan: Plan,
+) {
+    let key = plan.key;
+    let value = plan.value;
+    let size = comptime!(CHUNK);
+    let span = comptime!(SPAN);
+    let width = plan.columns;
+    let channels = plan.channels;
+    let of_state = comptime!(plan.of_state());
+    let by_channel = comptime!(plan.by_channel());
+    let by_column = comptime!(plan.by_column());
+    let by_pair = comptime!(plan.by_pair());
+    let product = comptime!(plan.product());
+    let unit = UNIT_POS as usize;
+    let chain = CUBE_POS_X as usize / comptime!(plan.column_blocks());
+    let first = CUBE_POS_X as usize % comptime!(plan.column_blocks()) * width;
+    let chunks = time.div_ceil(size);
+    let spans = time.div_ceil(span);
+    let j = tile::column(product);
+
+    let mut state = SharedMemory::<f32>::new(comptime!(of_state.len()));
+    let mut query = SharedMemory::<f32>::new(comptime!(by_channel.len()));
+    let mut keys = SharedMemory::<f32>::new(comptime!(by_channel.len()));
+    let mut gate = SharedMemory::<f32>::new(comptime!(by_channel.len()));
+    let mut right = SharedMemory::<f32>::new(comptime!(by_column.len()));
+    let mut u = SharedMemory::<f32>::new(comptime!(by_column.len()));
+    let mut p_tile = SharedMemory::<f32>::new(comptime!(by_pair.len()));
+    let mut t_tile = SharedMemory::<f32>::new(comptime!(by_pair.len()));
+    let mut through = SharedMemory::<f32>::new(channels);
+    let mut recalled = Array::<f32>::new(comptime!(product.elements()));
+    let mut read = Array::<f32>::new(comptime!(product.elements()));
+
+    #[comptime]
+    match initial_state {
+        ComptimeOption::Some(initial) => {
+            let at = chain * comptime!(key * value);
+            tile::load_state(&initial, &mut state, 0usize, at, 0usize, first, key, value, of_state);
+        }
+        ComptimeOption::None => {
+            for n in 0..comptime!(of_state.per_unit()) {
+                state[n * comptime!(UNITS) + unit] = 0.0f32;
+            }
+        }
+    }
+    for n in 0..chunks {
+        let start = n * size;
+        sync_cube();
+        #[comptime]
+        match states {
+            ComptimeOption::Some(states) => {
+                if start % span == 0 {
+                    let at = (chain * spans + start / span) * comptime!(key * value);
+                    tile::store_state(&state, states, at, first, key, value, of_state);
+                }
+            }
+            ComptimeOption::None => {}
+        }
+        tile::load_pairs(p, &mut p_tile, chain * chunks + n, by_pair);
+        tile::load_pairs(t, &mut t_tile, chain * chunks + n, by_pair);
+
+        // Rt S without beta, and Qt S.
+        clear(&mut recalled, product);
+        clear(&mut read, product);
+        for block in 0..comptime!(plan.channel_blocks()) {
+            let channel = block * channels;
+            sync_cube();
+            tile::load(q, &mut query, 0usize, chain, start, channel, time, heads, key, by_channel);
+            tile::load(k, &mut keys, 0usize, chain, start, channel, time, heads, key, by_channel);
+            tile::load(g, &mut gate, 0usize, chain, start, channel, time, heads, key, by_channel);
+            sync_cube();
+            for m in 0..comptime!(by_channel.per_unit()) {
+                let i = tile::part_row(m, by_channel);
+                let c = tile::part_column(m, by_channel);
+                let from_entry = tile::decay(&gate, 0usize, i + 1, c, comptime!(by_channel.stride));
+                query[i * comptime!(by_channel.stride) + c] *= from_entry;
+                keys[i * comptime!(by_channel.stride) + c] *= from_entry;
+            }
+            sync_cube();
+            let rows = comptime!(Plan::rows_of(by_channel));
+            let entry = comptime!(Plan::rows_of(of_state));
+            multiply_add(&mut recalled, &keys, 0usize, rows, &state, channel * width, entry, channels, product);
+            multiply_add(&mut read, &query, 0usize, rows, &state, channel * width, entry, channels, product);
+        }
+
+        // U = T (beta V - Rt S)
+        #[unroll]
+        for e in 0..comptime!(product.elements()) {
+            let i = tile::row(e, product);
+            let token = start + i < time;
+            let target =
+                load_or_zero(v, token_at(chain, start + i, time, heads, value) + first + j, token && first + j < value);
+            let strength = load_or_zero(beta, token_at(chain, start + i, time, heads, 1usize), token);
+            right[i * width + j] = strength * (target - recalled[e]);
+        }
+        sync_cube();
+        let by_columns = comptime!(Plan::rows_of(by_column));
+        let by_pairs = comptime!(Plan::rows_of(by_pair));
+        clear(&mut recalled, product);
+        multiply_add(&mut recalled, &t_tile, 0usize, by_pairs, &right, 0usize, by_columns, size, product);
+        #[unroll]
+        for e in 0..comptime!(product.elements()) {
+            u[tile::row(e, product) * width + j] = recalled[e];
+        }
+        sync_cube();
+
+        // O = scale (Qt S + P U)
+        multiply_add(&mut read, &p_tile, 0usize, by_pairs, &u, 0usize, by_columns, size, product);
+        #[unroll]
+        for e in 0..comptime!(product.elements()) {
+            let i = tile::row(e, product);
+            if start + i < time && first + j < value {
+                let at = token_at(chain, start + i, time, heads, value) + first + j;
+                o[at] = scale * read[e];
+                #[comptime]
+                match saved_u {
+                    ComptimeOption::Some(saved_u) => {
+                        saved_u[at] = recalled[e];
+                    }
+                    ComptimeOption::None => {}
+                }
+            }
+        }
+
+        // S <- Diag(e^{G_n}) S + Kb^T U
+        for block in 0..comptime!(plan.channel_blocks()) {
+            let channel = block * channels;
+            sync_cube();
+            tile::load(k, &mut keys, 0usize, chain, start, channel, time, heads, key, by_channel);
+            tile::load(g, &mut gate, 0usize, chain, start, channel, time, heads, key, by_channel);
+            sync_cube();
+            for m in 0..comptime!(by_channel.per_unit()) {
+                let i = tile::part_row(m, by_channel);
+                let c = tile::part_column(m, by_channel);
+                let to_end = tile::decay(&gate, i + 1, size, c, comptime!(by_channel.stride));
+                keys[i * comptime!(by_channel.stride) + c] *= to_end;
+            }
+            if unit < channels {
+                through[unit] = tile::decay(&gate, 0usize, size, unit, comptime!(by_channel.stride));
+            }
+            sync_cube();
+            for group in 0..comptime!(channels / CHUNK) {
+                let c = group * size;
+                #[unroll]
+                for e in 0..comptime!(product.elements()) {
+                    let row = c + tile::row(e, product);
+                    recalled[e] = through[row] * state[(channel + row) * width + j];
+                }
+                let keys_t = comptime!(Plan::columns_of(by_channel));
+                multiply_add(&mut recalled, &keys, c, keys_t, &u, 0usize, by_columns, size, product);
+                #[unroll]
+                for e in 0..comptime!(product.elements()) {
+                    state[(channel + c + tile::row(e, product)) * width + j] = recalled[e];
+                }
+            }
+        }
+    }
+    sync_cube();
+    #[comptime]
+    match final_state {
+        ComptimeOption::Some(last) => {
+            tile::store_state(&state, last, chain * comptime!(key * value), first, key, value, of_state);
+        }
+        ComptimeOption::None => {}
+    }
+}
