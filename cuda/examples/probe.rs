@@ -169,7 +169,11 @@ fn agreement<R: Engine>(b: &Device<R>, shape: &[usize; 3], table: &mut Table) ->
         let error = (square(&(got - &want)) / square(&want)).sqrt();
         // f32 rounding times the square root of the longest sum, which is over all rows, and a margin of ten.
         let bound = 6e-8 * ((shape[0] * shape[1]) as f64).sqrt() * 10.0;
-        table.check(&format!("{name} against the f64 reference"), error <= bound, format!("{error:.2e} of {bound:.0e}"));
+        table.check(
+            &format!("{name} against the f64 reference"),
+            error <= bound,
+            format!("{error:.2e} of {bound:.0e}"),
+        );
     }
     Ok(())
 }

@@ -12,6 +12,7 @@
 
 mod arena;
 mod device;
+pub mod kda;
 mod launch;
 mod linear;
 mod matmul;

@@ -109,11 +109,7 @@ impl Shared {
 
     /// A failed call of the driver as an error.
     pub fn call(&self, call: &'static str) -> impl Fn(DriverError) -> Error {
-        move |error| Error::Call {
-            call,
-            reason: driver_error(error),
-            last_kernel: lock(&self.last_kernel).to_string(),
-        }
+        move |error| Error::Call { call, reason: driver_error(error), last_kernel: lock(&self.last_kernel).to_string() }
     }
 
     fn is_capturing(&self) -> bool {
@@ -246,10 +242,9 @@ fn server_error(error: &Error) -> ServerError {
 
 impl Server {
     fn address(&mut self, binding: Binding) -> Result<Address, Error> {
-        self.memory.get_resource(binding.memory, binding.offset_start, binding.offset_end).map_err(|e| Error::Launch {
-            kernel: "memory".to_owned(),
-            reason: e.to_string(),
-        })
+        self.memory
+            .get_resource(binding.memory, binding.offset_start, binding.offset_end)
+            .map_err(|e| Error::Launch { kernel: "memory".to_owned(), reason: e.to_string() })
     }
 
     /// Compiles and loads a kernel that has not run before.

@@ -323,8 +323,13 @@ fn e3_the_states_layout() {
     let start = rounded(Values::new().with("s", draw::normal(&mut rng, &[1, 1, 4, 4])));
     let whole = inputs(&mut rng, (1, 16, 1, 4, 4), -0.1).with("initial_state", start.at("s").clone());
     let part = |range: std::ops::Range<usize>, state: &ArrayD<f64>| {
-        let mut part =
-            whole.map(|_, x| x.slice_axis(Axis(1), Slice::from(range.start..range.end.min(x.shape()[1]))).to_owned());
+        let mut part = whole.map(|name, x| {
+            if name == "initial_state" {
+                x.clone()
+            } else {
+                x.slice_axis(Axis(1), Slice::from(range.clone())).to_owned()
+            }
+        });
         part.set("initial_state", state.clone());
         upload(&part)
     };
