@@ -124,6 +124,10 @@ pub fn read(path: &Path, names: &[&'static str]) -> Result<GoldenFile, String> {
         return Err(at(&"it holds no case"));
     }
     for (name, case) in &mut cases {
+        // The file sorts its tensors by name; the operation's order is the one that readers know.
+        for values in [&mut case.inputs, &mut case.upstream, &mut case.outputs, &mut case.grads] {
+            *values = names.iter().filter_map(|name| Some((*name, values.remove(name)?))).collect();
+        }
         case.config = field(&format!("config.{name}"))?;
         if case.outputs.is_empty() && case.grads.is_empty() {
             return Err(at(&format!("case `{name}` expects nothing")));
