@@ -96,7 +96,9 @@ impl<B: RmsNorm + Linear + Residual> Block<B> {
             b.upload(values.view(), &tensor)?;
             Ok(tensor)
         };
-        let result = |name, shape: &[usize]| Ok((name, b.persistent(shape, b.float())?));
+        let result = |name: &'static str, shape: &[usize]| -> Result<(&'static str, B::Tensor)> {
+            Ok((name, b.persistent(shape, b.float())?))
+        };
         Ok(Self {
             x: constant(values(shape, 0.0, 1.0))?,
             gain: constant(values(&[width], 1.0, 0.3) + 1.0)?,
@@ -169,7 +171,11 @@ fn agreement<R: Engine>(b: &Device<R>, shape: &[usize; 3], table: &mut Table) ->
         let error = (square(&(got - &want)) / square(&want)).sqrt();
         // f32 rounding times the square root of the longest sum, which is over all rows, and a margin of ten.
         let bound = 6e-8 * ((shape[0] * shape[1]) as f64).sqrt() * 10.0;
-        table.check(&format!("{name} against the f64 reference"), error <= bound, format!("{error:.2e} of {bound:.0e}"));
+        table.check(
+            &format!("{name} against the f64 reference"),
+            error <= bound,
+            format!("{error:.2e} of {bound:.0e}"),
+        );
     }
     Ok(())
 }

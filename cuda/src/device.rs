@@ -338,7 +338,8 @@ impl<R: Engine> Tensors for Device<R> {
     }
 
     fn view(&self, tensor: &Tensor, start: usize, shape: &[usize]) -> Result<Tensor> {
-        let end = shape.iter().try_fold(1usize, |product, &n| product.checked_mul(n)).and_then(|n| n.checked_add(start));
+        let end =
+            shape.iter().try_fold(1usize, |product, &n| product.checked_mul(n)).and_then(|n| n.checked_add(start));
         match end {
             Some(end) if end <= tensor.len() => {
                 Ok(Tensor { start: tensor.start + start as u64, shape: shape.into(), ..tensor.clone() })

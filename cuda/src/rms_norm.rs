@@ -50,15 +50,7 @@ fn forward_kernel(c: &Floats, gain: &Floats, y: &mut Floats, rho: &mut Floats, r
 
 /// dx of one row, without what arrives at c from elsewhere. One unit, one row.
 #[cube(launch_unchecked)]
-fn backward_kernel(
-    c: &Floats,
-    gain: &Floats,
-    rho: &Floats,
-    dy: &Floats,
-    dx: &mut Floats,
-    rows: u32,
-    width: u32,
-) {
+fn backward_kernel(c: &Floats, gain: &Floats, rho: &Floats, dy: &Floats, dx: &mut Floats, rows: u32, width: u32) {
     let n = ABSOLUTE_POS;
     if n < rows as usize {
         let row = n * width as usize;

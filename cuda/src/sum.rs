@@ -46,20 +46,12 @@ fn add_kernel(x: &Floats, into: &mut Floats, len: u32) {
 pub(crate) fn add<R: Engine>(b: &Device<R>, x: &Tensor, into: &Tensor) -> Result<()> {
     b.launch("sum::add", Grid::units(into.len()), 3 * into.bytes(), &[x, into], |client, count, dim| {
         // SAFETY: both have `len` elements.
-        unsafe {
-            add_kernel::launch_unchecked::<R>(client, count, dim, b.floats(x), b.floats(into), into.len() as u32)
-        }
+        unsafe { add_kernel::launch_unchecked::<R>(client, count, dim, b.floats(x), b.floats(into), into.len() as u32) }
     })
 }
 
 /// Adds the sum of the rows of `x` (`rows` by `width`) to `into`.
-pub(crate) fn add_rows<R: Engine>(
-    b: &Device<R>,
-    x: &Tensor,
-    rows: usize,
-    width: usize,
-    into: &Tensor,
-) -> Result<()> {
+pub(crate) fn add_rows<R: Engine>(b: &Device<R>, x: &Tensor, rows: usize, width: usize, into: &Tensor) -> Result<()> {
     let (mut x, mut rows) = (x.clone(), rows);
     while rows > 1 {
         let blocks = rows.div_ceil(BLOCK);

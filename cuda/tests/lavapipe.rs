@@ -130,9 +130,7 @@ fn poisoned_scratch_is_nan() {
 fn a_step_of_three_operations_repeats_bit_for_bit() {
     let Some(b) = device() else { return };
     let values = |shape: &[usize], seed: f64| {
-        Array::from_shape_fn(IxDyn(shape), |i| {
-            ((i.as_array_view().iter().sum::<usize>() as f64 + seed) * 1.7).sin()
-        })
+        Array::from_shape_fn(IxDyn(shape), |i| ((i.as_array_view().iter().sum::<usize>() as f64 + seed) * 1.7).sin())
     };
     let x = persistent(&b, values(&[2, 70, 24], 0.0));
     let gain = persistent(&b, values(&[24], 1.0));

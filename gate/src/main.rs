@@ -117,7 +117,7 @@ fn run(args: &Args) -> Result<ExitCode> {
         planted: args.mutant.is_none(),
         matrix: args.stems.len() != 1,
     };
-    if !args.tsv && !args.mutants {
+    if !args.tsv && !args.mutants && (wants(args, "cpu") || !walk.matrix) {
         walk.head();
     }
     if args.mutants || args.mutant.is_some() || wants(args, "cpu") {
@@ -311,7 +311,9 @@ impl Walk<'_> {
         let name = if backend == "cpu" { stem.to_owned() } else { format!("{stem} {backend}") };
         println!("{name:<16}{cells} {cases:>8} {seconds:>8.2}");
         // One line says why a whole row did not run.
-        if backend != "cpu" && let Some(report) = reports.iter().find(|r| r.outcome.status == Status::NotRun) {
+        if backend != "cpu"
+            && let Some(report) = reports.iter().find(|r| r.outcome.status == Status::NotRun)
+        {
             println!("  NOTRUN {name}: {}", report.outcome.reason);
         }
         for red in reports.iter().filter(|r| r.outcome.status == Status::Fail) {

@@ -38,9 +38,8 @@ impl Gpu {
     /// Opens a GPU by its number and makes its context current on this thread.
     pub fn open(ordinal: usize) -> Result<Self, Error> {
         let versions = library::find()?;
-        let call = |call: &'static str| {
-            move |e| Error::Call { call, reason: driver_error(e), last_kernel: "none".to_owned() }
-        };
+        let call =
+            |call: &'static str| move |e| Error::Call { call, reason: driver_error(e), last_kernel: "none".to_owned() };
         let context = CudaContext::new(ordinal).map_err(call("cuDevicePrimaryCtxRetain"))?;
         // Everything runs on one stream, in order, so no event has to say when a buffer is free.
         // SAFETY: holds for that reason.

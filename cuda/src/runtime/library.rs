@@ -55,11 +55,9 @@ pub fn find_nvrtc() -> Result<(i32, i32), Error> {
     // SAFETY: writes two ints.
     match unsafe { nvrtc::sys::nvrtcVersion(&mut major, &mut minor) } {
         nvrtc::sys::nvrtcResult::NVRTC_SUCCESS => Ok((major, minor)),
-        other => Err(Error::Call {
-            call: "nvrtcVersion",
-            reason: format!("{other:?}"),
-            last_kernel: "none".to_owned(),
-        }),
+        other => {
+            Err(Error::Call { call: "nvrtcVersion", reason: format!("{other:?}"), last_kernel: "none".to_owned() })
+        }
     }
 }
 

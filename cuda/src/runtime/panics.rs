@@ -22,13 +22,11 @@ pub fn watch() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         let next = std::panic::take_hook();
-        std::panic::set_hook(Box::new(move |info| {
-            match std::thread::current().name() {
-                Some(name) if name.starts_with("DSD-") => {
-                    PANICS.lock().unwrap_or_else(|p| p.into_inner()).push((name.to_owned(), info.to_string()));
-                }
-                _ => next(info),
+        std::panic::set_hook(Box::new(move |info| match std::thread::current().name() {
+            Some(name) if name.starts_with("DSD-") => {
+                PANICS.lock().unwrap_or_else(|p| p.into_inner()).push((name.to_owned(), info.to_string()));
             }
+            _ => next(info),
         }));
     });
 }

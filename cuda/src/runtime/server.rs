@@ -30,7 +30,7 @@ use cubecl_runtime::id::KernelId;
 use cubecl_runtime::logging::ServerLogger;
 use cubecl_runtime::memory_management::{
     ManagedMemoryHandle, MemoryAllocationMode, MemoryConfiguration, MemoryManagement, MemoryManagementOptions,
-    MemoryUsage,
+    MemoryPoolOptions, MemoryUsage, PoolType,
 };
 use cubecl_runtime::storage::{ComputeStorage, ManagedResource, StorageHandle, StorageId, StorageUtilization};
 use cubecl_runtime::timestamp_profiler::TimestampProfiler;
@@ -109,11 +109,7 @@ impl Shared {
 
     /// A failed call of the driver as an error.
     pub fn call(&self, call: &'static str) -> impl Fn(DriverError) -> Error {
-        move |error| Error::Call {
-            call,
-            reason: driver_error(error),
-            last_kernel: lock(&self.last_kernel).to_string(),
-        }
+        move |error| Error::Call { call, reason: driver_error(error), last_kernel: lock(&self.last_kernel).to_string() }
     }
 
     fn is_capturing(&self) -> bool {
@@ -209,7 +205,13 @@ impl DeviceService for Server {
         let memory = MemoryManagement::from_configuration(
             Storage { buffers: HashMap::new(), shared: shared.clone() },
             &properties.memory,
-            MemoryConfiguration::ExclusivePages,
+            // A pool that is never used: cubecl takes the place of unbound memory for one in the first pool.
+            MemoryConfiguration::Custom {
+                pool_options: vec![MemoryPoolOptions {
+                    pool_type: PoolType::ExclusivePages { max_alloc_size: ALIGNMENT },
+                    dealloc_period: None,
+                }],
+            },
             logger.clone(),
             // Buffers of exactly the size asked for, kept for the next request of that size.
             MemoryManagementOptions::new("dormouse").mode(MemoryAllocationMode::Persistent),
@@ -246,10 +248,9 @@ fn server_error(error: &Error) -> ServerError {
 
 impl Server {
     fn address(&mut self, binding: Binding) -> Result<Address, Error> {
-        self.memory.get_resource(binding.memory, binding.offset_start, binding.offset_end).map_err(|e| Error::Launch {
-            kernel: "memory".to_owned(),
-            reason: e.to_string(),
-        })
+        self.memory
+            .get_resource(binding.memory, binding.offset_start, binding.offset_end)
+            .map_err(|e| Error::Launch { kernel: "memory".to_owned(), reason: e.to_string() })
     }
 
     /// Compiles and loads a kernel that has not run before.
@@ -526,6 +527,18 @@ mod tests {
     fn kernels_are_named_by_their_last_word() {
         assert_eq!(short_name("dormouse_cuda::rms_norm::forward::Forward<f32, R>"), "Forward");
         assert_eq!(short_name("plain"), "plain");
+    }
+
+    #[test]
+    fn without_a_gpu_the_server_answers_with_the_reason() {
+        let mut server = <Server as DeviceService>::init(DeviceId { type_id: 1, index_id: u16::MAX });
+        // No machine has that many GPUs, so this holds on one with a driver as well.
+        let why = server.shared.gpu.as_ref().err().cloned().expect("a GPU with the number 65535");
+        assert_eq!(server.reserve(512).err(), Some(why.clone()));
+        server.initialize_memory(ManagedMemoryHandle::new(), 512, StreamId::current());
+        assert_eq!(server.shared.take_error(), Err(why.clone()));
+        assert!(cubecl::future::block_on(server.sync(StreamId::current())).is_err());
+        assert_eq!(server.shared.take_error(), Err(why));
     }
 
     #[test]
