@@ -96,7 +96,9 @@ impl<B: RmsNorm + Linear + Residual> Block<B> {
             b.upload(values.view(), &tensor)?;
             Ok(tensor)
         };
-        let result = |name, shape: &[usize]| Ok((name, b.persistent(shape, b.float())?));
+        let result = |name: &'static str, shape: &[usize]| -> Result<(&'static str, B::Tensor)> {
+            Ok((name, b.persistent(shape, b.float())?))
+        };
         Ok(Self {
             x: constant(values(shape, 0.0, 1.0))?,
             gain: constant(values(&[width], 1.0, 0.3) + 1.0)?,

@@ -117,7 +117,7 @@ fn run(args: &Args) -> Result<ExitCode> {
         planted: args.mutant.is_none(),
         matrix: args.stems.len() != 1,
     };
-    if !args.tsv && !args.mutants {
+    if !args.tsv && !args.mutants && (wants(args, "cpu") || !walk.matrix) {
         walk.head();
     }
     if args.mutants || args.mutant.is_some() || wants(args, "cpu") {

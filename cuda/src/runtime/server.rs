@@ -30,7 +30,7 @@ use cubecl_runtime::id::KernelId;
 use cubecl_runtime::logging::ServerLogger;
 use cubecl_runtime::memory_management::{
     ManagedMemoryHandle, MemoryAllocationMode, MemoryConfiguration, MemoryManagement, MemoryManagementOptions,
-    MemoryUsage,
+    MemoryPoolOptions, MemoryUsage, PoolType,
 };
 use cubecl_runtime::storage::{ComputeStorage, ManagedResource, StorageHandle, StorageId, StorageUtilization};
 use cubecl_runtime::timestamp_profiler::TimestampProfiler;
@@ -205,7 +205,13 @@ impl DeviceService for Server {
         let memory = MemoryManagement::from_configuration(
             Storage { buffers: HashMap::new(), shared: shared.clone() },
             &properties.memory,
-            MemoryConfiguration::ExclusivePages,
+            // A pool that is never used: cubecl takes the place of unbound memory for one in the first pool.
+            MemoryConfiguration::Custom {
+                pool_options: vec![MemoryPoolOptions {
+                    pool_type: PoolType::ExclusivePages { max_alloc_size: ALIGNMENT },
+                    dealloc_period: None,
+                }],
+            },
             logger.clone(),
             // Buffers of exactly the size asked for, kept for the next request of that size.
             MemoryManagementOptions::new("dormouse").mode(MemoryAllocationMode::Persistent),
@@ -521,6 +527,18 @@ mod tests {
     fn kernels_are_named_by_their_last_word() {
         assert_eq!(short_name("dormouse_cuda::rms_norm::forward::Forward<f32, R>"), "Forward");
         assert_eq!(short_name("plain"), "plain");
+    }
+
+    #[test]
+    fn without_a_gpu_the_server_answers_with_the_reason() {
+        let mut server = <Server as DeviceService>::init(DeviceId { type_id: 1, index_id: u16::MAX });
+        // No machine has that many GPUs, so this holds on one with a driver as well.
+        let why = server.shared.gpu.as_ref().err().cloned().expect("a GPU with the number 65535");
+        assert_eq!(server.reserve(512).err(), Some(why.clone()));
+        server.initialize_memory(ManagedMemoryHandle::new(), 512, StreamId::current());
+        assert_eq!(server.shared.take_error(), Err(why.clone()));
+        assert!(cubecl::future::block_on(server.sync(StreamId::current())).is_err());
+        assert_eq!(server.shared.take_error(), Err(why));
     }
 
     #[test]
