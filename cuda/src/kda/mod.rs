@@ -194,7 +194,7 @@ pub(crate) fn optional<R: Runtime>(handle: Option<&Handle>, len: usize) -> Compt
 
 /// First element of token `t` of a chain in a `[B, T, H, width]` tensor.
 #[cube]
-pub(crate) fn token_at(chain: usize, t: usize, time: usize, heads: usize, #[comptime] width: usize) -> usize {
+pub(crate) fn token_at(chain: usize, t: usize, time: usize, heads: usize, width: usize) -> usize {
     (((chain / heads) * time + t) * heads + chain % heads) * width
 }
 
