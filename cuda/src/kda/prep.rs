@@ -177,11 +177,11 @@ pub(crate) fn from_anchor(
     #[comptime] stride: usize,
 ) -> f32 {
     let first = i / size * size;
-    let mut from = first + 1;
-    let mut to = i + 1;
-    if (i / size) % 2 == 0 {
-        from = i + 1;
-        to = first + size + 1;
+    let mut from = i + 1;
+    let mut to = first + size + 1;
+    if (i / size) % 2 == 1 {
+        from = first + 1;
+        to = i + 1;
     }
     let mut sum = 0.0f32;
     for n in from..to {
