@@ -43,7 +43,7 @@ pub fn launch<R: Runtime>(
     written: Written<&Handle>,
 ) -> Result<(), Unsupported> {
     let plan = Plan::new(sizes, shared_memory(client))?;
-    let cubes = sizes.chains() * plan.column_blocks();
+    let cubes = sizes.chains() * sizes.value.div_ceil(plan.columns);
     if cubes == 0 {
         return Ok(());
     }
@@ -68,6 +68,8 @@ pub fn launch<R: Runtime>(
             scale,
             sizes.time,
             sizes.heads,
+            sizes.key,
+            sizes.value,
             plan,
         );
     }
@@ -91,10 +93,10 @@ fn dstate_kernel(
     scale: f32,
     time: usize,
     heads: usize,
+    key: usize,
+    value: usize,
     #[comptime] plan: Plan,
 ) {
-    let key = plan.key;
-    let value = plan.value;
     let size = comptime!(CHUNK);
     let span = comptime!(SPAN);
     let width = plan.columns;
@@ -105,8 +107,9 @@ fn dstate_kernel(
     let by_pair = comptime!(plan.by_pair());
     let product = comptime!(plan.product());
     let unit = UNIT_POS as usize;
-    let chain = CUBE_POS_X as usize / comptime!(plan.column_blocks());
-    let first = CUBE_POS_X as usize % comptime!(plan.column_blocks()) * width;
+    let column_blocks = value.div_ceil(width);
+    let chain = CUBE_POS_X as usize / column_blocks;
+    let first = CUBE_POS_X as usize % column_blocks * width;
     let chunks = time.div_ceil(size);
     let spans = time.div_ceil(span);
     let j = tile::column(product);
@@ -127,7 +130,7 @@ fn dstate_kernel(
     #[comptime]
     match d_final {
         ComptimeOption::Some(last) => {
-            let at = chain * comptime!(key * value);
+            let at = chain * (key * value);
             tile::load_state(&last, &mut dstate, 0usize, at, 0usize, first, key, value, of_state);
         }
         ComptimeOption::None => {
@@ -139,9 +142,10 @@ fn dstate_kernel(
     for back in 0..chunks {
         let n = chunks - 1 - back;
         let start = n * size;
+        let live = (time - start).min(size);
         sync_cube();
         if back == 0 || (start + size) % span == 0 {
-            let at = (chain * spans + start / span) * comptime!(key * value);
+            let at = (chain * spans + start / span) * (key * value);
             tile::store_state(&dstate, dstates, at, first, key, value, of_state);
         }
         tile::load_pairs(p, &mut p_tile, chain * chunks + n, by_pair);
@@ -162,8 +166,9 @@ fn dstate_kernel(
         let by_columns = comptime!(Plan::rows_of(by_column));
         let by_pairs_t = comptime!(Plan::columns_of(by_pair));
         clear(&mut sum, product);
-        for block in 0..comptime!(plan.channel_blocks()) {
+        for block in 0..key.div_ceil(channels) {
             let channel = block * channels;
+            let live_channels = (key - channel).min(channels);
             sync_cube();
             tile::load(k, &mut keys, 0usize, chain, start, channel, time, heads, key, by_channel);
             tile::load(g, &mut gate, 0usize, chain, start, channel, time, heads, key, by_channel);
@@ -177,9 +182,9 @@ fn dstate_kernel(
             sync_cube();
             let rows = comptime!(Plan::rows_of(by_channel));
             let exit = comptime!(Plan::rows_of(of_state));
-            multiply_add(&mut sum, &keys, 0usize, rows, &dstate, channel * width, exit, channels, product);
+            multiply_add(&mut sum, &keys, 0usize, rows, &dstate, channel * width, exit, live_channels, product);
         }
-        multiply_add(&mut sum, &p_tile, 0usize, by_pairs_t, &upstream, 0usize, by_columns, size, product);
+        multiply_add(&mut sum, &p_tile, 0usize, by_pairs_t, &upstream, 0usize, by_columns, live, product);
         #[unroll]
         for e in 0..comptime!(product.elements()) {
             right[tile::row(e, product) * width + j] = sum[e];
@@ -188,7 +193,7 @@ fn dstate_kernel(
 
         // Z = T^T dU
         clear(&mut sum, product);
-        multiply_add(&mut sum, &t_tile, 0usize, by_pairs_t, &right, 0usize, by_columns, size, product);
+        multiply_add(&mut sum, &t_tile, 0usize, by_pairs_t, &right, 0usize, by_columns, live, product);
         sync_cube();
         #[unroll]
         for e in 0..comptime!(product.elements()) {
@@ -202,8 +207,9 @@ fn dstate_kernel(
         }
 
         // dS = Diag(e^{G_n}) dS' + scale Qt^T dO - Rt^T Z
-        for block in 0..comptime!(plan.channel_blocks()) {
+        for block in 0..key.div_ceil(channels) {
             let channel = block * channels;
+            let live_channels = (key - channel).min(channels);
             sync_cube();
             tile::load(q, &mut query, 0usize, chain, start, channel, time, heads, key, by_channel);
             tile::load(k, &mut keys, 0usize, chain, start, channel, time, heads, key, by_channel);
@@ -220,7 +226,7 @@ fn dstate_kernel(
                 through[unit] = tile::decay(&gate, 0usize, size, unit, comptime!(by_channel.stride));
             }
             sync_cube();
-            for group in 0..comptime!(channels / CHUNK) {
+            for group in 0..live_channels.div_ceil(size) {
                 let c = group * size;
                 #[unroll]
                 for e in 0..comptime!(product.elements()) {
@@ -228,8 +234,8 @@ fn dstate_kernel(
                     sum[e] = through[row] * dstate[(channel + row) * width + j];
                 }
                 let channels_t = comptime!(Plan::columns_of(by_channel));
-                multiply_add(&mut sum, &query, c, channels_t, &upstream, 0usize, by_columns, size, product);
-                multiply_add(&mut sum, &keys, c, channels_t, &right, 0usize, by_columns, size, product);
+                multiply_add(&mut sum, &query, c, channels_t, &upstream, 0usize, by_columns, live, product);
+                multiply_add(&mut sum, &keys, c, channels_t, &right, 0usize, by_columns, live, product);
                 #[unroll]
                 for e in 0..comptime!(product.elements()) {
                     dstate[(channel + c + tile::row(e, product)) * width + j] = sum[e];
@@ -241,7 +247,7 @@ fn dstate_kernel(
     #[comptime]
     match d_initial {
         ComptimeOption::Some(initial) => {
-            tile::store_state(&dstate, initial, chain * comptime!(key * value), first, key, value, of_state);
+            tile::store_state(&dstate, initial, chain * (key * value), first, key, value, of_state);
         }
         ComptimeOption::None => {}
     }

@@ -21,24 +21,24 @@ use super::{CHUNK, SPAN, Sizes, Unsupported, array, load_or_zero, optional, shar
 /// Units of a cube.
 const UNITS: usize = 128;
 
-/// What `forward` and `dstate` are compiled for.
+/// What `forward` and `dstate` are compiled for. K and V are not part of it, so that few variants serve all shapes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Plan {
-    pub key: usize,
-    pub value: usize,
+    /// Rows of the state in shared memory: K or more.
+    pub rows: usize,
     /// Columns of the state that a cube holds.
     pub columns: usize,
-    /// Channels of a block.
+    /// Channels of a block; divides `rows`.
     pub channels: usize,
 }
 
 impl Plan {
     /// Takes as many columns as fit, then as many channels.
     pub fn new(sizes: &Sizes, available: usize) -> Result<Self, Unsupported> {
-        let plan = |columns, channels| Self { key: sizes.key, value: sizes.value, columns, channels };
+        let rows = sizes.key.next_power_of_two().max(16);
+        let plan = |columns, channels| Self { rows, columns, channels };
         let columns = widest(&[32, 16, 8], available, |columns| plan(columns, 16).bytes())?;
-        let useful = sizes.key.next_power_of_two().clamp(16, 64);
-        let widths: Vec<usize> = [64, 32, 16].into_iter().filter(|&width| width <= useful).collect();
+        let widths: Vec<usize> = [64, 32, 16].into_iter().filter(|&width| width <= rows).collect();
         let channels = widest(&widths, available, |channels| plan(columns, channels).bytes())?;
         Ok(plan(columns, channels))
     }
@@ -49,18 +49,9 @@ impl Plan {
         4 * (self.of_state().len() + tiles + CHUNK + self.channels)
     }
 
-    pub const fn column_blocks(self) -> usize {
-        self.value.div_ceil(self.columns)
-    }
-
-    pub const fn channel_blocks(self) -> usize {
-        self.key.div_ceil(self.channels)
-    }
-
-    /// The state, `[whole channel blocks, columns]`.
+    /// The state, `[rows, columns]`.
     pub const fn of_state(self) -> Part {
-        let rows = self.channel_blocks() * self.channels;
-        Part { rows, columns: self.columns, stride: self.columns, units: UNITS }
+        Part { rows: self.rows, columns: self.columns, stride: self.columns, units: UNITS }
     }
 
     /// `[CHUNK, channels]`.
@@ -117,7 +108,7 @@ pub fn launch<R: Runtime>(
     saved: Option<Saved<&Handle>>,
 ) -> Result<(), Unsupported> {
     let plan = Plan::new(sizes, shared_memory(client))?;
-    let cubes = sizes.chains() * plan.column_blocks();
+    let cubes = sizes.chains() * sizes.value.div_ceil(plan.columns);
     if cubes == 0 {
         return Ok(());
     }
@@ -142,6 +133,8 @@ pub fn launch<R: Runtime>(
             scale,
             sizes.time,
             sizes.heads,
+            sizes.key,
+            sizes.value,
             plan,
         );
     }
@@ -165,10 +158,10 @@ fn forward_kernel(
     scale: f32,
     time: usize,
     heads: usize,
+    key: usize,
+    value: usize,
     #[comptime] plan: Plan,
 ) {
-    let key = plan.key;
-    let value = plan.value;
     let size = comptime!(CHUNK);
     let span = comptime!(SPAN);
     let width = plan.columns;
@@ -179,8 +172,9 @@ fn forward_kernel(
     let by_pair = comptime!(plan.by_pair());
     let product = comptime!(plan.product());
     let unit = UNIT_POS as usize;
-    let chain = CUBE_POS_X as usize / comptime!(plan.column_blocks());
-    let first = CUBE_POS_X as usize % comptime!(plan.column_blocks()) * width;
+    let column_blocks = value.div_ceil(width);
+    let chain = CUBE_POS_X as usize / column_blocks;
+    let first = CUBE_POS_X as usize % column_blocks * width;
     let chunks = time.div_ceil(size);
     let spans = time.div_ceil(span);
     let j = tile::column(product);
@@ -200,7 +194,7 @@ fn forward_kernel(
     #[comptime]
     match initial_state {
         ComptimeOption::Some(initial) => {
-            let at = chain * comptime!(key * value);
+            let at = chain * (key * value);
             tile::load_state(&initial, &mut state, 0usize, at, 0usize, first, key, value, of_state);
         }
         ComptimeOption::None => {
@@ -211,12 +205,13 @@ fn forward_kernel(
     }
     for n in 0..chunks {
         let start = n * size;
+        let live = (time - start).min(size);
         sync_cube();
         #[comptime]
         match states {
             ComptimeOption::Some(states) => {
                 if start % span == 0 {
-                    let at = (chain * spans + start / span) * comptime!(key * value);
+                    let at = (chain * spans + start / span) * (key * value);
                     tile::store_state(&state, states, at, first, key, value, of_state);
                 }
             }
@@ -228,8 +223,9 @@ fn forward_kernel(
         // Rt S without beta, and Qt S.
         clear(&mut recalled, product);
         clear(&mut read, product);
-        for block in 0..comptime!(plan.channel_blocks()) {
+        for block in 0..key.div_ceil(channels) {
             let channel = block * channels;
+            let live_channels = (key - channel).min(channels);
             sync_cube();
             tile::load(q, &mut query, 0usize, chain, start, channel, time, heads, key, by_channel);
             tile::load(k, &mut keys, 0usize, chain, start, channel, time, heads, key, by_channel);
@@ -245,8 +241,8 @@ fn forward_kernel(
             sync_cube();
             let rows = comptime!(Plan::rows_of(by_channel));
             let entry = comptime!(Plan::rows_of(of_state));
-            multiply_add(&mut recalled, &keys, 0usize, rows, &state, channel * width, entry, channels, product);
-            multiply_add(&mut read, &query, 0usize, rows, &state, channel * width, entry, channels, product);
+            multiply_add(&mut recalled, &keys, 0usize, rows, &state, channel * width, entry, live_channels, product);
+            multiply_add(&mut read, &query, 0usize, rows, &state, channel * width, entry, live_channels, product);
         }
 
         // U = T (beta V - Rt S)
@@ -263,7 +259,7 @@ fn forward_kernel(
         let by_columns = comptime!(Plan::rows_of(by_column));
         let by_pairs = comptime!(Plan::rows_of(by_pair));
         clear(&mut recalled, product);
-        multiply_add(&mut recalled, &t_tile, 0usize, by_pairs, &right, 0usize, by_columns, size, product);
+        multiply_add(&mut recalled, &t_tile, 0usize, by_pairs, &right, 0usize, by_columns, live, product);
         #[unroll]
         for e in 0..comptime!(product.elements()) {
             u[tile::row(e, product) * width + j] = recalled[e];
@@ -271,7 +267,7 @@ fn forward_kernel(
         sync_cube();
 
         // O = scale (Qt S + P U)
-        multiply_add(&mut read, &p_tile, 0usize, by_pairs, &u, 0usize, by_columns, size, product);
+        multiply_add(&mut read, &p_tile, 0usize, by_pairs, &u, 0usize, by_columns, live, product);
         #[unroll]
         for e in 0..comptime!(product.elements()) {
             let i = tile::row(e, product);
@@ -289,8 +285,9 @@ fn forward_kernel(
         }
 
         // S <- Diag(e^{G_n}) S + Kb^T U
-        for block in 0..comptime!(plan.channel_blocks()) {
+        for block in 0..key.div_ceil(channels) {
             let channel = block * channels;
+            let live_channels = (key - channel).min(channels);
             sync_cube();
             tile::load(k, &mut keys, 0usize, chain, start, channel, time, heads, key, by_channel);
             tile::load(g, &mut gate, 0usize, chain, start, channel, time, heads, key, by_channel);
@@ -305,7 +302,7 @@ fn forward_kernel(
                 through[unit] = tile::decay(&gate, 0usize, size, unit, comptime!(by_channel.stride));
             }
             sync_cube();
-            for group in 0..comptime!(channels / CHUNK) {
+            for group in 0..live_channels.div_ceil(size) {
                 let c = group * size;
                 #[unroll]
                 for e in 0..comptime!(product.elements()) {
@@ -313,7 +310,7 @@ fn forward_kernel(
                     recalled[e] = through[row] * state[(channel + row) * width + j];
                 }
                 let keys_t = comptime!(Plan::columns_of(by_channel));
-                multiply_add(&mut recalled, &keys, c, keys_t, &u, 0usize, by_columns, size, product);
+                multiply_add(&mut recalled, &keys, c, keys_t, &u, 0usize, by_columns, live, product);
                 #[unroll]
                 for e in 0..comptime!(product.elements()) {
                     state[(channel + c + tile::row(e, product)) * width + j] = recalled[e];
@@ -325,7 +322,7 @@ fn forward_kernel(
     #[comptime]
     match final_state {
         ComptimeOption::Some(last) => {
-            tile::store_state(&state, last, chain * comptime!(key * value), first, key, value, of_state);
+            tile::store_state(&state, last, chain * (key * value), first, key, value, of_state);
         }
         ComptimeOption::None => {}
     }

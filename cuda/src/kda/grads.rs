@@ -138,8 +138,8 @@ fn grads_kernel(
     scale: f32,
     time: usize,
     heads: usize,
-    #[comptime] key: usize,
-    #[comptime] value: usize,
+    key: usize,
+    value: usize,
 ) {
     let span = comptime!(SPAN);
     let square = comptime!(SQUARE);
@@ -154,7 +154,7 @@ fn grads_kernel(
     let spans = time.div_ceil(span);
     let chain = CUBE_POS_X as usize / spans;
     let start = CUBE_POS_X as usize % spans * span;
-    let state_at = CUBE_POS_X as usize * comptime!(key * value);
+    let state_at = CUBE_POS_X as usize * key * value;
 
     let mut pairs = SharedMemory::<f32>::new(comptime!(SPAN * SQUARE));
     let mut work = SharedMemory::<f32>::new(comptime!(WORK));
@@ -174,14 +174,15 @@ fn grads_kernel(
     clear(&mut products, PAIRS);
     let y = tile::column(PAIRS);
     let x0 = tile::row(0usize, PAIRS);
-    for block in 0..comptime!(value.div_ceil(width)) {
+    for block in 0..value.div_ceil(width) {
         let first = block * width;
+        let live = (value - first).min(width);
         sync_cube();
         tile::load(d_o, &mut work, 0usize, chain, start, first, time, heads, value, TOKENS);
         tile::load(z, &mut work, second, chain, start, first, time, heads, value, TOKENS);
         tile::load(u, &mut work, third, chain, start, first, time, heads, value, TOKENS);
         sync_cube();
-        for n in 0..width {
+        for n in 0..live {
             let later = work[third + y * stride + n];
             let earlier = -work[second + y * stride + n];
             #[unroll]
@@ -194,8 +195,8 @@ fn grads_kernel(
         }
         if keeper {
             let v_at = token_at(chain, start + unit, time, heads, value) + first;
-            for n in 0..width {
-                dbeta_sum += load_or_zero(v, v_at + n, first + n < value) * work[second + unit * stride + n];
+            for n in 0..live {
+                dbeta_sum += v[v_at + n] * work[second + unit * stride + n];
             }
         }
     }
@@ -215,7 +216,7 @@ fn grads_kernel(
     let mut query = Array::<f32>::new(rows);
     let mut keys = Array::<f32>::new(rows);
     let mut factor = Array::<f32>::new(rows);
-    for block in 0..comptime!(key.div_ceil(width)) {
+    for block in 0..key.div_ceil(width) {
         let channel = block * width;
 
         // What crosses the span's borders.
@@ -223,8 +224,9 @@ fn grads_kernel(
         clear(&mut dr_sum, SUMS);
         clear(&mut dk_sum, SUMS);
         let mut through_sum = 0.0f32;
-        for block in 0..comptime!(value.div_ceil(width)) {
+        for block in 0..value.div_ceil(width) {
             let first = block * width;
+            let live = (value - first).min(width);
             sync_cube();
             tile::load(d_o, &mut work, 0usize, chain, start, first, time, heads, value, TOKENS);
             tile::load(z, &mut work, second, chain, start, first, time, heads, value, TOKENS);
@@ -234,11 +236,11 @@ fn grads_kernel(
             sync_cube();
             let tokens = comptime!(Strides { first: TOKENS.stride, second: 1 });
             let state_t = comptime!(Strides { first: 1, second: STATE.stride });
-            multiply_add(&mut dq_sum, &work, 0usize, tokens, &work, entry, state_t, width, SUMS);
-            multiply_add(&mut dr_sum, &work, second, tokens, &work, entry, state_t, width, SUMS);
-            multiply_add(&mut dk_sum, &work, third, tokens, &work, exit, state_t, width, SUMS);
+            multiply_add(&mut dq_sum, &work, 0usize, tokens, &work, entry, state_t, live, SUMS);
+            multiply_add(&mut dr_sum, &work, second, tokens, &work, entry, state_t, live, SUMS);
+            multiply_add(&mut dk_sum, &work, third, tokens, &work, exit, state_t, live, SUMS);
             if unit < width {
-                for n in 0..width {
+                for n in 0..live {
                     through_sum += work[entry + unit * stride + n] * work[exit + unit * stride + n];
                 }
             }
@@ -349,7 +351,7 @@ fn grads_kernel(
         }
         sync_cube();
         if unit < span {
-            for n in 0..width {
+            for n in 0..(key - channel).min(width) {
                 dbeta_sum += work[second + unit * stride + n];
             }
         }

@@ -22,6 +22,13 @@
 //! laid out along x only, because the other two axes end at 65535. Every sum has one fixed order and there are no
 //! atomics, so equal inputs give equal bits. No exponent is greater than zero, see `docs/kda.md` section 6.
 //!
+//! Every kernel fits 32 KiB of shared memory a cube; `prep` and `grads` take a fixed amount below that, the others widen
+//! their tiles where there is more.
+//!
+//! Mesa's software Vulkan driver ends a unit's loops without an error once they have run some 65,500 times in all. Long
+//! sequences of wide heads (`plain::backward` with K = V = 64 and some 150 tokens, the fused kernels with some thousand)
+//! come out wrong there and nowhere else.
+//!
 //! Launches read nothing back and allocate nothing. B = 0 launches nothing; T = 0 copies states and is left to the caller.
 
 pub mod dstate;
@@ -194,7 +201,7 @@ pub(crate) fn optional<R: Runtime>(handle: Option<&Handle>, len: usize) -> Compt
 
 /// First element of token `t` of a chain in a `[B, T, H, width]` tensor.
 #[cube]
-pub(crate) fn token_at(chain: usize, t: usize, time: usize, heads: usize, #[comptime] width: usize) -> usize {
+pub(crate) fn token_at(chain: usize, t: usize, time: usize, heads: usize, width: usize) -> usize {
     (((chain / heads) * time + t) * heads + chain % heads) * width
 }
 

@@ -72,7 +72,7 @@ fn prep_kernel(
     t: &mut Array<f32>,
     time: usize,
     heads: usize,
-    #[comptime] key: usize,
+    key: usize,
 ) {
     let size = comptime!(CHUNK);
     let width = comptime!(BLOCK);
@@ -108,7 +108,7 @@ fn prep_kernel(
     let later_factor = (level * size + later) * stride;
     let earlier_factor = (level * size + earlier) * stride;
     let mut sum = 0.0f32;
-    for block in 0..comptime!(key.div_ceil(width)) {
+    for block in 0..key.div_ceil(width) {
         let c = block * width + y;
         let there = alive && c < key;
         sync_cube();
@@ -177,11 +177,11 @@ pub(crate) fn from_anchor(
     #[comptime] stride: usize,
 ) -> f32 {
     let first = i / size * size;
-    let mut from = first + 1;
-    let mut to = i + 1;
-    if (i / size) % 2 == 0 {
-        from = i + 1;
-        to = first + size + 1;
+    let mut from = i + 1;
+    let mut to = first + size + 1;
+    if (i / size) % 2 == 1 {
+        from = first + 1;
+        to = i + 1;
     }
     let mut sum = 0.0f32;
     for n in from..to {

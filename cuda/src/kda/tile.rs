@@ -52,6 +52,10 @@ pub(crate) struct Strides {
 }
 
 /// sum += A B over `inner`, A `[rows, inner]` from `a_at` on, B `[inner, columns]` from `b_at` on.
+///
+/// `inner` is how much of the tiles is in use, a number of the launch and not of the compilation: a software driver
+/// unrolls loops that it knows the length of, and then takes half a minute a kernel. What lies behind is zeros, so a
+/// variant may as well multiply whole tiles.
 #[cube]
 pub(crate) fn multiply_add(
     sum: &mut Array<f32>,
@@ -61,7 +65,7 @@ pub(crate) fn multiply_add(
     b: &SharedMemory<f32>,
     b_at: usize,
     #[comptime] b_strides: Strides,
-    #[comptime] inner: usize,
+    inner: usize,
     #[comptime] tile: Tile,
 ) {
     let a_at = a_at + row(0usize, tile) * comptime!(a_strides.first);
@@ -87,7 +91,7 @@ pub(crate) fn load(
     first: usize,
     time: usize,
     heads: usize,
-    #[comptime] width: usize,
+    width: usize,
     #[comptime] part: Part,
 ) {
     for n in 0..comptime!(part.per_unit()) {
@@ -171,8 +175,8 @@ pub(crate) fn load_state(
     at: usize,
     first_row: usize,
     first_column: usize,
-    #[comptime] key: usize,
-    #[comptime] value: usize,
+    key: usize,
+    value: usize,
     #[comptime] part: Part,
 ) {
     for n in 0..comptime!(part.per_unit()) {
@@ -193,8 +197,8 @@ pub(crate) fn store_state(
     x: &mut Array<f32>,
     at: usize,
     first: usize,
-    #[comptime] key: usize,
-    #[comptime] value: usize,
+    key: usize,
+    value: usize,
     #[comptime] part: Part,
 ) {
     for n in 0..comptime!(part.per_unit()) {
