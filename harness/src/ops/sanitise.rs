@@ -22,8 +22,19 @@ pub struct SanitiseOp;
 
 /// Value families: ordinary; a few NaN and infinities; a non-finite loss; the last skip before the latch closes, the
 /// one that closes it, and one behind the closed latch; magnitudes whose squares leave the range of f32, then of f64.
-const FAMILIES: [&str; 10] =
-    ["normal", "broken", "loss", "eighth-skip", "ninth-skip", "latched", "large", "small", "vast", "minute"];
+const FAMILIES: [&str; 11] = [
+    "normal",
+    "broken",
+    "loss",
+    "last-loss",
+    "eighth-skip",
+    "ninth-skip",
+    "latched",
+    "large",
+    "small",
+    "vast",
+    "minute",
+];
 
 fn case(len: usize, clip: &[(usize, usize)], max_norm: Option<f64>, family: &'static str) -> Case<Config> {
     let limit = max_norm.map_or("free".to_owned(), |max_norm| format!("max{max_norm:e}"));
@@ -102,6 +113,9 @@ impl Operation for SanitiseOp {
             }
         }
         let mut loss = arr1(&[2.5, 1.5, 3.5]).into_dyn();
+        if case.family == "last-loss" {
+            loss[[2]] = f64::NAN;
+        }
         if case.family == "loss" {
             // Any one of them will do.
             loss[[rng.random_range(0..3)]] = f64::NAN;
