@@ -15,7 +15,7 @@
 //! straddle t, see `docs/kda.md` section 8. Nothing in dg is a difference of sums.
 //!
 //! A cube is a span of a chain. It first computes all dP and dL, which share one square of shared memory: dP_ij lies at
-//! (i, j), and dL_ij at (j, i), above the diagonal. Then it takes the channels [`CHANNELS`] at a time; a unit is one
+//! (i, j), and dL_ij at (j, i), above the diagonal. Then it takes the channels `CHANNELS` at a time; a unit is one
 //! channel of four neighbouring tokens and holds their sums.
 //!
 //! The pairs of a block of channels are visited by level, blocks of 1, 2, 4, .. 32 tokens (`docs/kda.md` section 7). At

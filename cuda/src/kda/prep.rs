@@ -5,7 +5,7 @@
 //! ```
 //!
 //! A cube is a chunk of a chain, a unit is a pair (x, y) of its tokens: for y <= x it computes P_xy, otherwise L_yx, so
-//! that all of them have work. Channels are taken [`BLOCK`] at a time.
+//! that all of them have work. Channels are taken `BLOCK` at a time.
 //!
 //! e^{G_i - G_j} is the product of a factor of i and one of j. Two positions belong to the level of the highest bit they
 //! differ in; there they lie on either side of an anchor m, a multiple of the level's size, and the factors are e^{G_i -
