@@ -419,7 +419,8 @@ impl<B: Backend> Learner for ModelLearner<B> {
     }
 
     fn export(&self) -> Result<State> {
-        let mut state = State { updates: u64::from(self.counters()?[0]), ..State::default() };
+        let counters = self.counters()?;
+        let mut state = State { updates: u64::from(counters[0]), ..State::default() };
         let buffers = [("", &self.model.params), ("m.", &self.m), ("v.", &self.v)];
         for (prefix, buffer) in buffers {
             let flat = self.flat(buffer)?;
@@ -430,7 +431,7 @@ impl<B: Backend> Learner for ModelLearner<B> {
                 into.insert(format!("{prefix}{}", param.name), tensor);
             }
         }
-        state.optimizer.insert("counters".to_owned(), Tensor::u32(&[4], self.counters()?.to_vec()));
+        state.optimizer.insert("counters".to_owned(), Tensor::u32(&[4], counters.to_vec()));
         Ok(state)
     }
 

@@ -11,6 +11,7 @@ use super::spectral::{rows, shaped};
 use crate::compare::compare;
 use crate::description::{Case, Gate, Law, Mutant, Operation, OperationOn, Run, TensorSpec, Tolerances, glue};
 use crate::draw;
+use crate::gates::passed;
 use crate::named::{Named, Values};
 use crate::runner::Runner;
 use crate::tolerance;
@@ -235,7 +236,7 @@ fn equal_branches(
     }
     let want = shaped(want, z.shape());
     let comparison = compare("y", run.outputs.at("y").view(), want.view(), &tolerance::FORM);
-    if comparison.passes() { Ok(comparison.worst) } else { Err(comparison.to_string()) }
+    passed(comparison)
 }
 
 impl<B: Blend> OperationOn<B> for BlendOp {

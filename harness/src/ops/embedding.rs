@@ -9,6 +9,7 @@ use rand_chacha::ChaCha8Rng;
 use crate::compare::{compare, same_bits};
 use crate::description::{Case, Gate, Law, Mutant, Operation, OperationOn, Run, TensorSpec, Tolerances, glue};
 use crate::draw;
+use crate::gates::passed;
 use crate::named::{Named, Values};
 use crate::runner::Runner;
 use crate::tolerance;
@@ -191,7 +192,7 @@ fn total(
     let got = run.grads.at("table").sum_axis(Axis(0));
     let want = dx.sum_axis(Axis(0)).sum_axis(Axis(0));
     let comparison = compare("sum of dtable", got.view(), want.view(), &tolerance::FORM);
-    if comparison.passes() { Ok(comparison.worst) } else { Err(comparison.to_string()) }
+    passed(comparison)
 }
 
 impl<B: Embedding> OperationOn<B> for EmbeddingOp {

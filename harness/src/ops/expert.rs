@@ -10,6 +10,7 @@ use super::spectral::{Map, MapGrads, draw_factor, draw_s, rows};
 use crate::compare::{Tolerance, compare, same_bits};
 use crate::description::{Case, Gate, Law, Mutant, Operation, OperationOn, Run, TensorSpec, Tolerances, glue};
 use crate::draw;
+use crate::gates::passed;
 use crate::named::{Named, Values};
 use crate::runner::Runner;
 use crate::tolerance;
@@ -307,7 +308,7 @@ fn odd_part(
             compare("y", (plain - negated).view(), linear.view(), &tolerance::FORM)
         }
     };
-    if comparison.passes() { Ok(comparison.worst) } else { Err(comparison.to_string()) }
+    passed(comparison)
 }
 
 impl<B: Expert> OperationOn<B> for ExpertOp {

@@ -9,6 +9,7 @@ use rand_chacha::ChaCha8Rng;
 use crate::compare::{compare, same_bits};
 use crate::description::{Case, Gate, Law, Mutant, Operation, OperationOn, Run, TensorSpec, Tolerances, glue};
 use crate::draw;
+use crate::gates::passed;
 use crate::named::{Named, Values};
 use crate::runner::Runner;
 use crate::tolerance;
@@ -226,7 +227,7 @@ fn opposite_gates(
     };
     let sum = y(1.0)? + y(-1.0)?;
     let comparison = compare("y", sum.view(), (y(0.0)? * 2.0).view(), &tolerance::FORM);
-    if comparison.passes() { Ok(comparison.worst) } else { Err(comparison.to_string()) }
+    passed(comparison)
 }
 
 impl<B: GatedRmsNorm> OperationOn<B> for GatedRmsNormOp {

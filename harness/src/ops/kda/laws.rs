@@ -12,6 +12,7 @@ use super::families::{OVERSHOOTING, unit_rows};
 use crate::compare::{Tolerance, compare, same_bits};
 use crate::description::{Case, Law, Operation, Run};
 use crate::draw;
+use crate::gates::passed;
 use crate::named::Values;
 use crate::runner::Runner;
 
@@ -290,7 +291,7 @@ fn scale(case: &Case<Config>) -> f64 {
 fn against(name: &str, got: &ArrayD<f64>, want: ArrayD<f64>) -> Check {
     let tolerance = Tolerance::new(1e-11, "a closed form in f64; beta = 2 sums up to 130 alternating terms");
     let comparison = compare(name, got.view(), want.view(), &tolerance);
-    if comparison.passes() { Ok(comparison.worst) } else { Err(comparison.to_string()) }
+    passed(comparison)
 }
 
 /// One unit key, g = 0, no initial state: p_t = (1 - beta) p_{t-1} + beta v_t and o_t = scale (q_t . k) p_t. With
