@@ -5,7 +5,7 @@
 //! which the closure is not called. Persistent memory that a captured step uses is kept alive by it.
 
 use std::cell::{Cell, RefCell};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -15,7 +15,8 @@ use dormouse_reference::{DType, Error, Result, StepKey, Tensors};
 use ndarray::{ArrayD, ArrayViewD, IxDyn};
 
 use crate::arena::{self, Arena, Place};
-use crate::launch::{Grid, Ledger};
+use crate::arm::{Arm, Arms};
+use crate::launch::{Grid, Ledger, Pass};
 use crate::runtime::{self, Engine};
 use crate::tensor::{Buffer, FloatsLaunch, Life, MAX_ELEMENTS, Tensor, WORD, WordsLaunch};
 use crate::words;
@@ -58,7 +59,9 @@ pub struct Device<R: Engine> {
     steps: RefCell<HashMap<StepKey, Recorded<R::Graph>>>,
     /// Buffers used by launches while a step is captured.
     capturing: RefCell<Option<Vec<Arc<Buffer>>>>,
-    ledger: RefCell<Ledger>,
+    /// What has run under each purpose; the empty word stands for everything outside steps.
+    ledgers: RefCell<BTreeMap<&'static str, Ledger>>,
+    arms: RefCell<Arms>,
     graphs: Cell<bool>,
     poison: Cell<bool>,
     captures: Cell<u64>,
@@ -86,7 +89,8 @@ impl<R: Engine> Device<R> {
             chunks: RefCell::default(),
             steps: RefCell::default(),
             capturing: RefCell::default(),
-            ledger: RefCell::default(),
+            ledgers: RefCell::default(),
+            arms: RefCell::default(),
             graphs: Cell::new(R::GRAPHS),
             poison: Cell::new(false),
             captures: Cell::new(0),
@@ -104,9 +108,58 @@ impl<R: Engine> Device<R> {
         self.poison.set(on);
     }
 
-    /// Launches and bytes by kernel, replays included.
+    /// Launches, bytes and calls of everything that ran, replays included.
     pub fn ledger(&self) -> Ledger {
-        self.ledger.borrow().clone()
+        let mut all = Ledger::default();
+        self.ledgers.borrow().values().for_each(|ledger| all.add(ledger));
+        all
+    }
+
+    /// The same of the steps of each purpose; the empty word stands for everything outside steps.
+    pub fn ledgers(&self) -> BTreeMap<&'static str, Ledger> {
+        self.ledgers.borrow().clone()
+    }
+
+    /// Takes this arm for every operation.
+    pub fn set_arms(&self, arm: Arm) {
+        self.arms.borrow_mut().set_all(arm);
+    }
+
+    /// Takes this arm for one operation.
+    ///
+    /// # Errors
+    /// `Config` for a stem that has no kernels.
+    pub fn set_arm(&self, stem: &str, arm: Arm) -> Result<()> {
+        self.arms.borrow_mut().set(stem, arm)
+    }
+
+    /// Compiles the operation's kernels with a fault from now on.
+    ///
+    /// # Errors
+    /// `Config` for a stem without kernels or a name that is none of its mutants.
+    pub fn plant(&self, stem: &str, mutant: &str) -> Result<()> {
+        self.arms.borrow_mut().plant(stem, mutant)
+    }
+
+    /// The fault to compile an operation's kernels with; 0 is none.
+    pub(crate) fn mutant(&self, stem: &str) -> u32 {
+        self.arms.borrow().mutant(stem)
+    }
+
+    /// The arm that a forward pass takes from here, noted as taken. Operations without a backward pass use it too.
+    pub(crate) fn forward_arm(&self, stem: &'static str) -> Arm {
+        let arm = self.arms.borrow().get(stem);
+        self.book(|ledger| ledger.call(stem, Pass::Forward, arm));
+        arm
+    }
+
+    /// Notes that a backward pass takes the arm its forward pass took.
+    pub(crate) fn note_backward(&self, stem: &'static str, arm: Arm) {
+        self.book(|ledger| ledger.call(stem, Pass::Backward, arm));
+    }
+
+    fn book(&self, entry: impl FnOnce(&mut Ledger)) {
+        entry(self.ledgers.borrow_mut().entry(self.running.get().unwrap_or_default()).or_default());
     }
 
     /// How many steps have been captured.
@@ -162,7 +215,7 @@ impl<R: Engine> Device<R> {
             }
         }
         issue(&self.client, grid.count(), grid.cube_dim());
-        self.ledger.borrow_mut().note(kernel, bytes);
+        self.book(|ledger| ledger.note(kernel, bytes));
         Ok(())
     }
 
@@ -245,7 +298,7 @@ impl<R: Engine> Device<R> {
     ) -> Result<()> {
         if let Some(captured) = &recorded.captured {
             R::replay(&self.client, &captured.graph)?;
-            self.ledger.borrow_mut().add(&captured.ledger);
+            self.book(|ledger| ledger.add(&captured.ledger));
             return Ok(());
         }
         if recorded.runs >= 2 && self.graphs.get() {
@@ -270,16 +323,22 @@ impl<R: Engine> Device<R> {
 
     fn capture(&self, body: &mut dyn FnMut(&Self) -> Result<()>) -> Result<Captured<R::Graph>> {
         R::begin_capture(&self.client)?;
-        let before = self.ledger.replace(Ledger::default());
+        let purpose = self.running.get().unwrap_or_default();
+        let before = self.ledgers.borrow_mut().remove(purpose);
         *self.capturing.borrow_mut() = Some(Vec::new());
         let ran = body(self);
         // Whatever happened, the stream must leave its capturing state.
         let graph = R::end_capture(&self.client);
         let buffers = self.capturing.borrow_mut().take().unwrap_or_default();
-        let ledger = self.ledger.replace(before);
+        let ledger = {
+            let mut ledgers = self.ledgers.borrow_mut();
+            let captured = ledgers.remove(purpose).unwrap_or_default();
+            ledgers.extend(before.map(|ledger| (purpose, ledger)));
+            captured
+        };
         ran?;
         let captured = Captured { graph: graph?, ledger, _buffers: buffers };
-        self.ledger.borrow_mut().add(&captured.ledger);
+        self.book(|ledger| ledger.add(&captured.ledger));
         Ok(captured)
     }
 

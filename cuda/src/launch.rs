@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 
 use cubecl::prelude::*;
 
+use crate::arm::Arm;
+
 /// Units of a cube in kernels whose units do not share anything.
 const UNITS: u32 = 64;
 
@@ -31,6 +33,14 @@ impl Grid {
     pub fn tiles(rows: usize, columns: usize, tile: u32) -> Self {
         let tiles = |n: usize| (n as u64).div_ceil(u64::from(tile)) as u32;
         Self { cubes: (tiles(rows), tiles(columns)), dim: (tile, tile) }
+    }
+
+    /// `cubes` cubes of `units` units each; the cube's number is `CUBE_POS`. Folded like [`units`](Self::units): cubes
+    /// from `cubes` on have nothing to do, and no barrier may lie behind that test.
+    pub fn cubes(cubes: usize, units: u32) -> Self {
+        let y = (cubes as u64).div_ceil(u64::from(MAX_AXIS));
+        let x = if y == 0 { 0 } else { (cubes as u64).div_ceil(y) };
+        Self { cubes: (x as u32, y as u32), dim: (units, 1) }
     }
 
     /// Whether there is nothing to do.
@@ -61,11 +71,22 @@ pub struct Launches {
     pub bytes: u64,
 }
 
-/// Launches by kernel, in alphabetical order.
+/// Which half of an operation was called.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Pass {
+    /// Forward, or the whole of an operation that has no backward pass.
+    Forward,
+    /// Backward.
+    Backward,
+}
+
+/// Launches by kernel and calls by operation, in alphabetical order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Ledger {
     /// Kernels by name.
     pub kernels: BTreeMap<&'static str, Launches>,
+    /// How often an operation was called, by stem, half and arm.
+    pub calls: BTreeMap<(&'static str, Pass, Arm), u64>,
 }
 
 impl Ledger {
@@ -76,8 +97,16 @@ impl Ledger {
         entry.bytes += bytes;
     }
 
+    /// Notes one call of an operation.
+    pub(crate) fn call(&mut self, stem: &'static str, pass: Pass, arm: Arm) {
+        *self.calls.entry((stem, pass, arm)).or_default() += 1;
+    }
+
     /// Adds another ledger: what a replay does.
-    pub(crate) fn add(&mut self, other: &Ledger) {
+    pub fn add(&mut self, other: &Ledger) {
+        for (call, count) in &other.calls {
+            *self.calls.entry(*call).or_default() += count;
+        }
         for (kernel, launches) in &other.kernels {
             let entry = self.kernels.entry(kernel).or_default();
             entry.count += launches.count;
@@ -119,7 +148,10 @@ mod tests {
         step.note("fill", 4);
         step.note("copy", 1);
         let mut all = step.clone();
+        all.call("kda", Pass::Backward, Arm::Fused);
+        step.call("kda", Pass::Backward, Arm::Fused);
         all.add(&step);
+        assert_eq!(all.calls[&("kda", Pass::Backward, Arm::Fused)], 2);
         assert_eq!((all.count(), all.bytes()), (6, 26));
         assert_eq!(all.kernels["fill"], Launches { count: 4, bytes: 24 });
     }

@@ -11,6 +11,7 @@
 //! The crate builds without CUDA and loads the driver when it is asked for a device.
 
 mod arena;
+mod arm;
 mod device;
 pub mod kda;
 mod launch;
@@ -18,14 +19,16 @@ mod linear;
 mod matmul;
 mod residual;
 mod rms_norm;
+mod rows;
 pub mod runtime;
 mod sum;
 mod tensor;
 mod words;
 
+pub use arm::{Arm, Kernels, Mutant, catalogue};
 pub use cubecl::client::ComputeClient as Client;
 pub use cubecl::wgpu::WgpuRuntime as Lavapipe;
 pub use device::Device;
-pub use launch::{Launches, Ledger};
+pub use launch::{Launches, Ledger, Pass};
 pub use runtime::{Cuda, Engine, Error};
 pub use tensor::Tensor;

@@ -67,3 +67,57 @@ pub(crate) fn add_rows<R: Engine>(b: &Device<R>, x: &Tensor, rows: usize, width:
     // No rows add nothing.
     if rows == 1 { add(b, &x, into) } else { Ok(()) }
 }
+
+/// Columns and row lanes of a cube of [`partials_kernel`].
+const COLUMNS: u32 = 32;
+const LANES: u32 = 8;
+
+/// Adds the rows of `x` to `into`. A cube has a block of columns; each of its lanes adds every `LANES`-th row, first to
+/// last, and the first lane adds up the lanes.
+#[cube(launch_unchecked)]
+fn partials_kernel(x: &Floats, into: &mut Floats, rows: u32, width: u32) {
+    let (rows, width) = (rows as usize, width as usize);
+    let columns = comptime!(COLUMNS as usize);
+    let lanes = comptime!(LANES as usize);
+    let (x_unit, lane) = (UNIT_POS as usize % columns, UNIT_POS as usize / columns);
+    let column = CUBE_POS * columns + x_unit;
+    let mut shared = SharedMemory::<f32>::new(comptime!((COLUMNS * LANES) as usize));
+    let mut total = 0.0f32;
+    if column < width {
+        for step in 0..rows.div_ceil(lanes) {
+            let n = step * lanes + lane;
+            if n < rows {
+                total += x.at(n * width + column);
+            }
+        }
+    }
+    shared[UNIT_POS as usize] = total;
+    sync_cube();
+    if lane == 0 && column < width {
+        let mut all = into.at(column);
+        for other in 0..lanes {
+            all += shared[other * columns + x_unit];
+        }
+        into.set(column, all);
+    }
+}
+
+/// Adds the rows of `x` (`rows` by `width`, at most some hundreds of rows) to `into` in one launch: the end of a fused
+/// reduction whose kernel left one row of partial sums a block.
+pub(crate) fn add_partials<R: Engine>(
+    b: &Device<R>,
+    x: &Tensor,
+    rows: usize,
+    width: usize,
+    into: &Tensor,
+) -> Result<()> {
+    if rows == 0 {
+        return Ok(());
+    }
+    let grid = Grid::cubes(width.div_ceil(COLUMNS as usize), COLUMNS * LANES);
+    b.launch("sum::partials", grid, x.bytes() + 2 * into.bytes(), &[x, into], |client, count, dim| {
+        let (n, d) = (rows as u32, width as u32);
+        // SAFETY: `x` has `rows` by `width` elements, `into` has `width`.
+        unsafe { partials_kernel::launch_unchecked::<R>(client, count, dim, b.floats(x), b.floats(into), n, d) }
+    })
+}

@@ -2,9 +2,9 @@
 
 use std::time::Instant;
 
-use dormouse_cuda::{Client, Cuda, Device, Engine, Lavapipe};
+use dormouse_cuda::{Arm, Client, Cuda, Device, Engine, Lavapipe, catalogue};
 use dormouse_harness::description::{Gate, Operation, OperationOn, Run};
-use dormouse_harness::gates::{Context, Outcome, Report, det, diff, poison};
+use dormouse_harness::gates::{Context, Outcome, Report, Status, det, diff, poison};
 use dormouse_harness::named::{Named, Values};
 use dormouse_harness::ops::linear::LinearOp;
 use dormouse_harness::ops::residual::ResidualOp;
@@ -22,13 +22,20 @@ const MARGIN: usize = 3;
 /// Runs an operation on a device: every run on a fresh [`Device`], so that nothing is left of the run before.
 struct OnDevice<R: Engine> {
     client: Client<R>,
+    arm: Arm,
     poisoned: bool,
+    /// A fault to compile the kernels with.
+    mutant: Option<&'static str>,
 }
 
 impl<R: Engine, O: OperationOn<Device<R>>> Runner<O> for OnDevice<R> {
     fn run(&self, config: &O::Config, inputs: &Values, upstream: Option<&Values>) -> Result<Run<ArrayD<f64>>, Error> {
         let b = Device::<R>::on(self.client.clone());
+        b.set_arms(self.arm);
         b.set_poison(self.poisoned);
+        if let Some(mutant) = self.mutant {
+            b.plant(O::STEM, mutant)?;
+        }
         let send = |values: &Values, integers: &[&str]| {
             if self.poisoned { upload_in_nan(&b, values, integers) } else { upload(&b, values, integers) }
         };
@@ -85,25 +92,27 @@ where
     R: Engine,
     O: OperationOn<Device<R>> + OperationOn<Reference<f64>>,
 {
-    gates
-        .iter()
-        .map(|&gate| {
+    let arms = Arm::ALL.into_iter().flat_map(|arm| gates.iter().map(move |&gate| (arm, gate)));
+    // Mutants name their own arm, so all of them bite in one line.
+    arms.filter(|&(arm, gate)| gate != Gate::Bite || arm == Arm::Fused)
+        .map(|(arm, gate)| {
             let start = Instant::now();
             let outcome = match client {
                 Err(why) => Outcome::not_run(why),
-                Ok(client) => one::<R, O>(gate, client, context),
+                Ok(client) if gate == Gate::Bite => bite::<R, O>(client, context),
+                Ok(client) => one::<R, O>(gate, client, arm, None, context),
             };
-            Report { stem: O::STEM, gate, backend: R::WORD.to_owned(), outcome, time: start.elapsed() }
+            Report { stem: O::STEM, gate, backend: format!("{} {arm}", R::WORD), outcome, time: start.elapsed() }
         })
         .collect()
 }
 
-fn one<R, O>(gate: Gate, client: &Client<R>, context: &Context) -> Outcome
+fn one<R, O>(gate: Gate, client: &Client<R>, arm: Arm, mutant: Option<&'static str>, context: &Context) -> Outcome
 where
     R: Engine,
     O: OperationOn<Device<R>> + OperationOn<Reference<f64>>,
 {
-    let [plain, poisoned] = [false, true].map(|poisoned| OnDevice { client: client.clone(), poisoned });
+    let [plain, poisoned] = [false, true].map(|poisoned| OnDevice { client: client.clone(), arm, poisoned, mutant });
     let (plain, poisoned): (&dyn Runner<O>, &dyn Runner<O>) = (&plain, &poisoned);
     match gate {
         Gate::Diff => {
@@ -114,4 +123,32 @@ where
         Gate::Det => det::gate_device::<O>(plain, context),
         other => Outcome::not_applicable(format!("{} is a gate of the reference", other.word())),
     }
+}
+
+/// Every fault that can be planted in the operation's kernels turns the gate red that it names; null ones keep it green.
+fn bite<R, O>(client: &Client<R>, context: &Context) -> Outcome
+where
+    R: Engine,
+    O: OperationOn<Device<R>> + OperationOn<Reference<f64>>,
+{
+    let context = Context { stop_at_first: true, random_cases: 0, ..context.clone() };
+    let mutants = catalogue().iter().find(|k| k.stem == O::STEM).map_or(&[][..], |k| k.mutants);
+    if mutants.is_empty() {
+        return Outcome::not_applicable("no mutants in these kernels");
+    }
+    let mut wrong = Vec::new();
+    for mutant in mutants {
+        let gate = Gate::DEVICE.into_iter().find(|gate| gate.word() == mutant.gate).expect("a gate of devices");
+        let outcome = one::<R, O>(gate, client, mutant.arm, Some(mutant.name), &context);
+        let expected = if mutant.is_null() { Status::Pass } else { Status::Fail };
+        if outcome.status != expected {
+            let (found, reason) = (outcome.status.word(), outcome.reason);
+            wrong.push(format!("{} is {found} on {}, expected {} {reason}", mutant.name, mutant.gate, expected.word()));
+        }
+    }
+    if wrong.is_empty() {
+        return Outcome { status: Status::Pass, cases: mutants.len(), worst: 0.0, reason: String::new() };
+    }
+    let reason = format!("{} of {}: {}", wrong.len(), mutants.len(), wrong.join("; "));
+    Outcome { status: Status::Fail, cases: mutants.len(), worst: f64::INFINITY, reason }
 }

@@ -197,7 +197,7 @@ fn summary(args: &Args, context: &Context, reports: &[Report]) -> ExitCode {
 
 /// What `--require` and `--backend` call the backend of a report.
 fn backend_word(report: &Report) -> &str {
-    if report.backend == "reference" { "cpu" } else { &report.backend }
+    if report.backend == "reference" { "cpu" } else { report.backend.split(' ').next().unwrap_or_default() }
 }
 
 /// Whether a backend was chosen.

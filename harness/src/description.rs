@@ -138,7 +138,7 @@ impl Gate {
         [Gate::Fd, Gate::Adj, Gate::Form, Gate::Diff, Gate::Meta, Gate::Det, Gate::Golden, Gate::Bite];
 
     /// The gates of a device, in ladder order.
-    pub const DEVICE: [Gate; 3] = [Gate::Diff, Gate::Poison, Gate::Det];
+    pub const DEVICE: [Gate; 4] = [Gate::Diff, Gate::Poison, Gate::Det, Gate::Bite];
 
     /// The word in tables and on the command line.
     pub fn word(self) -> &'static str {
