@@ -80,9 +80,12 @@ pub struct Kernels {
 #[must_use]
 pub fn catalogue() -> &'static [Kernels] {
     const ALL: &[Kernels] = &[
-        Kernels { stem: "linear", mutants: &[] },
+        Kernels { stem: "controller", mutants: crate::controller::MUTANTS },
+        Kernels { stem: "expert", mutants: crate::expert::MUTANTS },
+        Kernels { stem: "linear", mutants: crate::linear::MUTANTS },
         Kernels { stem: "residual", mutants: &[] },
         Kernels { stem: "rms_norm", mutants: crate::rms_norm::MUTANTS },
+        Kernels { stem: "spectral", mutants: crate::spectral::MUTANTS },
     ];
     ALL
 }

@@ -17,7 +17,7 @@ use ndarray::{ArrayD, ArrayViewD, IxDyn};
 use crate::arena::{self, Arena, Place};
 use crate::arm::{Arm, Arms};
 use crate::launch::{Grid, Ledger, Pass};
-use crate::runtime::{self, Engine};
+use crate::runtime::{self, Engine, gemm};
 use crate::tensor::{Buffer, FloatsLaunch, Life, MAX_ELEMENTS, Tensor, WORD, WordsLaunch};
 use crate::words;
 
@@ -146,6 +146,11 @@ impl<R: Engine> Device<R> {
         self.arms.borrow().mutant(stem)
     }
 
+    /// The same for faults that are planted on the host: those of the fused arm do not reach the plain one.
+    pub(crate) fn mutant_of(&self, stem: &str, arm: Arm) -> u32 {
+        if arm == Arm::Fused { self.mutant(stem) } else { 0 }
+    }
+
     /// The arm that a forward pass takes from here, noted as taken. Operations without a backward pass use it too.
     pub(crate) fn forward_arm(&self, stem: &'static str) -> Arm {
         let arm = self.arms.borrow().get(stem);
@@ -207,6 +212,32 @@ impl<R: Engine> Device<R> {
             let reason = format!("{:?} cubes, at most 65535 along an axis", grid.cubes);
             return Err(runtime::Error::Launch { kernel: kernel.to_owned(), reason }.into());
         }
+        self.keep(uses);
+        issue(&self.client, grid.count(), grid.cube_dim());
+        self.book(|ledger| ledger.note(kernel, bytes));
+        Ok(())
+    }
+
+    /// The same for a matrix product in the runtime's library; false if nothing was launched, because the runtime has no
+    /// library or the library no algorithm.
+    pub(crate) fn gemm(
+        &self,
+        kernel: &'static str,
+        bytes: u64,
+        uses: &[&Tensor],
+        call: &gemm::Call,
+        at: &gemm::Starts<'_>,
+    ) -> Result<bool> {
+        let launched = R::gemm(&self.client, call, at)?;
+        if launched {
+            self.keep(uses);
+            self.book(|ledger| ledger.note(kernel, bytes));
+        }
+        Ok(launched)
+    }
+
+    /// Keeps memory alive that a captured launch uses.
+    fn keep(&self, uses: &[&Tensor]) {
         if let Some(buffers) = self.capturing.borrow_mut().as_mut() {
             for tensor in uses {
                 if !buffers.iter().any(|b| Arc::ptr_eq(b, &tensor.buffer)) {
@@ -214,9 +245,18 @@ impl<R: Engine> Device<R> {
                 }
             }
         }
-        issue(&self.client, grid.count(), grid.cube_dim());
-        self.book(|ledger| ledger.note(kernel, bytes));
-        Ok(())
+    }
+
+    /// The algorithm of every matrix product that the runtime's library has planned, for manifests: with the same
+    /// algorithms, products are the same bit for bit. Empty where there is no library.
+    pub fn gemm_choices(&self) -> Vec<gemm::Choice> {
+        R::choices(&self.client)
+    }
+
+    /// Takes the library's suggestion of this number for every product from here on, `None` the usual choice, and
+    /// forgets all choices: for measuring algorithms. Steps that are captured keep theirs.
+    pub fn ask_gemm(&self, suggestion: Option<usize>) {
+        R::ask(&self.client, suggestion);
     }
 
     /// A tensor of floats as a kernel's argument; [`check_floats`](Self::check_floats) came first.
@@ -282,7 +322,7 @@ impl<R: Engine> Device<R> {
     fn allocate(&self, bytes: u64) -> Result<Arc<Buffer>> {
         let handle = self.client.empty(bytes as usize);
         R::settle(&self.client)?;
-        Ok(Arc::new(Buffer { handle }))
+        Ok(Arc::new(Buffer::new(handle)))
     }
 
     fn advance(&self) {
@@ -439,7 +479,7 @@ impl<R: Engine> Tensors for Device<R> {
         if R::write(&self.client, into.buffer.part(into.start * WORD, into.bytes()), bytes)? {
             return Ok(());
         }
-        let buffer = Arc::new(Buffer { handle: self.client.create_from_slice(bytes) });
+        let buffer = Arc::new(Buffer::new(self.client.create_from_slice(bytes)));
         let staged = Tensor { buffer, start: 0, life: Life::Persistent, ..into.clone() };
         words::copy(self, &staged, into)?;
         Ok(R::settle(&self.client)?)

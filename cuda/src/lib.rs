@@ -12,15 +12,19 @@
 
 mod arena;
 mod arm;
+mod controller;
 mod device;
+mod expert;
+mod factors;
 pub mod kda;
 mod launch;
 mod linear;
-mod matmul;
+pub mod matmul;
 mod residual;
 mod rms_norm;
 mod rows;
 pub mod runtime;
+mod spectral;
 mod sum;
 mod tensor;
 mod words;
