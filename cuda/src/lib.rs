@@ -13,7 +13,7 @@
 mod arena;
 mod arm;
 mod device;
-pub mod kda;
+mod kda;
 mod launch;
 mod linear;
 mod matmul;
