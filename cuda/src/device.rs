@@ -259,6 +259,11 @@ impl<R: Engine> Device<R> {
         R::ask(&self.client, suggestion);
     }
 
+    /// Bytes of shared memory that a cube may have.
+    pub(crate) fn shared_memory(&self) -> usize {
+        self.client.properties().hardware.max_shared_memory_size
+    }
+
     /// A tensor of floats as a kernel's argument; [`check_floats`](Self::check_floats) came first.
     pub(crate) fn floats(&self, tensor: &Tensor) -> FloatsLaunch<R> {
         tensor.floats(self.alignment)

@@ -17,6 +17,7 @@ mod device;
 mod expert;
 mod factors;
 pub mod kda;
+mod kda;
 mod launch;
 mod linear;
 pub mod matmul;

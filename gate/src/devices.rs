@@ -8,6 +8,7 @@ use dormouse_harness::gates::{Context, Outcome, Report, Status, det, diff, poiso
 use dormouse_harness::named::{Named, Values};
 use dormouse_harness::ops::controller::ControllerOp;
 use dormouse_harness::ops::expert::ExpertOp;
+use dormouse_harness::ops::kda::KdaOp;
 use dormouse_harness::ops::linear::LinearOp;
 use dormouse_harness::ops::residual::ResidualOp;
 use dormouse_harness::ops::rms_norm::RmsNormOp;
@@ -83,6 +84,8 @@ fn on<'a, R: Engine>(
     let operations: [(&str, Ladder<R>); 6] = [
         (ControllerOp::STEM, ladder::<R, ControllerOp>),
         (ExpertOp::STEM, ladder::<R, ExpertOp>),
+    let operations: [(&str, Ladder<R>); 4] = [
+        (KdaOp::STEM, ladder::<R, KdaOp>),
         (LinearOp::STEM, ladder::<R, LinearOp>),
         (ResidualOp::STEM, ladder::<R, ResidualOp>),
         (RmsNormOp::STEM, ladder::<R, RmsNormOp>),
