@@ -13,6 +13,7 @@
 mod arena;
 mod arm;
 mod device;
+mod embedding;
 pub mod kda;
 mod launch;
 mod linear;
