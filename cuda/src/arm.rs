@@ -84,6 +84,7 @@ pub fn catalogue() -> &'static [Kernels] {
         Kernels { stem: "expert", mutants: crate::expert::MUTANTS },
         Kernels { stem: "linear", mutants: crate::linear::MUTANTS },
         Kernels { stem: "kda", mutants: crate::kda::MUTANTS },
+        Kernels { stem: "embedding", mutants: crate::embedding::MUTANTS },
         Kernels { stem: "linear", mutants: &[] },
         Kernels { stem: "residual", mutants: &[] },
         Kernels { stem: "rms_norm", mutants: crate::rms_norm::MUTANTS },

@@ -16,6 +16,7 @@ mod controller;
 mod device;
 mod expert;
 mod factors;
+mod embedding;
 pub mod kda;
 mod kda;
 mod launch;

@@ -9,6 +9,7 @@ use dormouse_harness::named::{Named, Values};
 use dormouse_harness::ops::controller::ControllerOp;
 use dormouse_harness::ops::expert::ExpertOp;
 use dormouse_harness::ops::kda::KdaOp;
+use dormouse_harness::ops::embedding::EmbeddingOp;
 use dormouse_harness::ops::linear::LinearOp;
 use dormouse_harness::ops::residual::ResidualOp;
 use dormouse_harness::ops::rms_norm::RmsNormOp;
@@ -86,6 +87,8 @@ fn on<'a, R: Engine>(
         (ExpertOp::STEM, ladder::<R, ExpertOp>),
     let operations: [(&str, Ladder<R>); 4] = [
         (KdaOp::STEM, ladder::<R, KdaOp>),
+    let operations: [(&str, Ladder<R>); 4] = [
+        (EmbeddingOp::STEM, ladder::<R, EmbeddingOp>),
         (LinearOp::STEM, ladder::<R, LinearOp>),
         (ResidualOp::STEM, ladder::<R, ResidualOp>),
         (RmsNormOp::STEM, ladder::<R, RmsNormOp>),
