@@ -12,6 +12,7 @@
 
 mod arena;
 mod arm;
+mod decay_gate;
 mod device;
 pub mod kda;
 mod launch;
@@ -21,6 +22,7 @@ mod residual;
 mod rms_norm;
 mod rows;
 pub mod runtime;
+mod sigmoid;
 mod sum;
 mod tensor;
 mod words;
