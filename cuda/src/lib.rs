@@ -13,6 +13,7 @@
 mod arena;
 mod arm;
 mod controller;
+mod decay_gate;
 mod device;
 mod embedding;
 mod expert;
@@ -26,6 +27,7 @@ mod rms_norm;
 mod rows;
 pub mod runtime;
 mod spectral;
+mod sigmoid;
 mod sum;
 mod tensor;
 mod words;

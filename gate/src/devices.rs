@@ -10,6 +10,7 @@ use dormouse_harness::ops::controller::ControllerOp;
 use dormouse_harness::ops::embedding::EmbeddingOp;
 use dormouse_harness::ops::expert::ExpertOp;
 use dormouse_harness::ops::kda::KdaOp;
+use dormouse_harness::ops::decay_gate::DecayGateOp;
 use dormouse_harness::ops::linear::LinearOp;
 use dormouse_harness::ops::residual::ResidualOp;
 use dormouse_harness::ops::rms_norm::RmsNormOp;
@@ -87,6 +88,8 @@ fn on<'a, R: Engine>(
         (EmbeddingOp::STEM, ladder::<R, EmbeddingOp>),
         (ExpertOp::STEM, ladder::<R, ExpertOp>),
         (KdaOp::STEM, ladder::<R, KdaOp>),
+    let operations: [(&str, Ladder<R>); 4] = [
+        (DecayGateOp::STEM, ladder::<R, DecayGateOp>),
         (LinearOp::STEM, ladder::<R, LinearOp>),
         (ResidualOp::STEM, ladder::<R, ResidualOp>),
         (RmsNormOp::STEM, ladder::<R, RmsNormOp>),
