@@ -80,6 +80,7 @@ pub struct Kernels {
 #[must_use]
 pub fn catalogue() -> &'static [Kernels] {
     const ALL: &[Kernels] = &[
+        Kernels { stem: "adamw", mutants: crate::adamw::MUTANTS },
         Kernels { stem: "linear", mutants: &[] },
         Kernels { stem: "residual", mutants: &[] },
         Kernels { stem: "rms_norm", mutants: crate::rms_norm::MUTANTS },

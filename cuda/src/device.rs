@@ -264,7 +264,7 @@ impl<R: Engine> Device<R> {
         }
     }
 
-    fn check_life(&self, op: &'static str, arg: &'static str, tensor: &Tensor) -> Result<()> {
+    pub(crate) fn check_life(&self, op: &'static str, arg: &'static str, tensor: &Tensor) -> Result<()> {
         match tensor.life {
             Life::Scratch { generation } if generation != self.generation.get() => Err(Error::StaleScratch { op, arg }),
             _ => Ok(()),

@@ -10,6 +10,7 @@
 //!
 //! The crate builds without CUDA and loads the driver when it is asked for a device.
 
+mod adamw;
 mod arena;
 mod arm;
 mod device;
@@ -17,6 +18,7 @@ pub mod kda;
 mod launch;
 mod linear;
 mod matmul;
+mod ranges;
 mod residual;
 mod rms_norm;
 mod rows;
