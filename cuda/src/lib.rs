@@ -23,6 +23,7 @@ mod residual;
 mod rms_norm;
 mod rows;
 pub mod runtime;
+mod sanitise;
 mod sum;
 mod tensor;
 mod words;

@@ -10,6 +10,7 @@ use dormouse_harness::ops::adamw::AdamwOp;
 use dormouse_harness::ops::linear::LinearOp;
 use dormouse_harness::ops::residual::ResidualOp;
 use dormouse_harness::ops::rms_norm::RmsNormOp;
+use dormouse_harness::ops::sanitise::SanitiseOp;
 use dormouse_harness::runner::{OnBackend, Runner, upload};
 use dormouse_reference::{DType, Error, Reference, Tensors};
 use ndarray::ArrayD;
@@ -78,11 +79,12 @@ fn on<'a, R: Engine>(
     gates: &'a [Gate],
     context: &'a Context,
 ) -> Box<dyn Iterator<Item = Vec<Report>> + 'a> {
-    let operations: [(&str, Ladder<R>); 4] = [
+    let operations: [(&str, Ladder<R>); 5] = [
         (AdamwOp::STEM, ladder::<R, AdamwOp>),
         (LinearOp::STEM, ladder::<R, LinearOp>),
         (ResidualOp::STEM, ladder::<R, ResidualOp>),
         (RmsNormOp::STEM, ladder::<R, RmsNormOp>),
+        (SanitiseOp::STEM, ladder::<R, SanitiseOp>),
     ];
     let client = R::open().map_err(|why| why.to_string());
     let chosen = operations.into_iter().filter(|(stem, _)| stems.is_empty() || stems.iter().any(|s| s == stem));
