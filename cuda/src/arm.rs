@@ -82,6 +82,7 @@ pub fn catalogue() -> &'static [Kernels] {
     const ALL: &[Kernels] = &[
         Kernels { stem: "adamw", mutants: crate::adamw::MUTANTS },
         Kernels { stem: "linear", mutants: &[] },
+        Kernels { stem: "record", mutants: crate::record::MUTANTS },
         Kernels { stem: "residual", mutants: &[] },
         Kernels { stem: "rms_norm", mutants: crate::rms_norm::MUTANTS },
         Kernels { stem: "sanitise", mutants: crate::sanitise::MUTANTS },

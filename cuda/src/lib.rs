@@ -19,6 +19,7 @@ mod launch;
 mod linear;
 mod matmul;
 mod ranges;
+mod record;
 mod residual;
 mod rms_norm;
 mod rows;

@@ -8,6 +8,7 @@ use dormouse_harness::gates::{Context, Outcome, Report, Status, det, diff, poiso
 use dormouse_harness::named::{Named, Values};
 use dormouse_harness::ops::adamw::AdamwOp;
 use dormouse_harness::ops::linear::LinearOp;
+use dormouse_harness::ops::record::RecordOp;
 use dormouse_harness::ops::residual::ResidualOp;
 use dormouse_harness::ops::rms_norm::RmsNormOp;
 use dormouse_harness::ops::sanitise::SanitiseOp;
@@ -79,9 +80,10 @@ fn on<'a, R: Engine>(
     gates: &'a [Gate],
     context: &'a Context,
 ) -> Box<dyn Iterator<Item = Vec<Report>> + 'a> {
-    let operations: [(&str, Ladder<R>); 5] = [
+    let operations: [(&str, Ladder<R>); 6] = [
         (AdamwOp::STEM, ladder::<R, AdamwOp>),
         (LinearOp::STEM, ladder::<R, LinearOp>),
+        (RecordOp::STEM, ladder::<R, RecordOp>),
         (ResidualOp::STEM, ladder::<R, ResidualOp>),
         (RmsNormOp::STEM, ladder::<R, RmsNormOp>),
         (SanitiseOp::STEM, ladder::<R, SanitiseOp>),
