@@ -89,6 +89,12 @@ pub fn catalogue() -> &'static [Kernels] {
         Kernels { stem: "residual", mutants: &[] },
         Kernels { stem: "rms_norm", mutants: crate::rms_norm::MUTANTS },
         Kernels { stem: "spectral", mutants: crate::spectral::MUTANTS },
+        Kernels { stem: "adamw", mutants: crate::adamw::MUTANTS },
+        Kernels { stem: "linear", mutants: &[] },
+        Kernels { stem: "record", mutants: crate::record::MUTANTS },
+        Kernels { stem: "residual", mutants: &[] },
+        Kernels { stem: "rms_norm", mutants: crate::rms_norm::MUTANTS },
+        Kernels { stem: "sanitise", mutants: crate::sanitise::MUTANTS },
     ];
     ALL
 }

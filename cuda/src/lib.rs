@@ -10,6 +10,7 @@
 //!
 //! The crate builds without CUDA and loads the driver when it is asked for a device.
 
+mod adamw;
 mod arena;
 mod arm;
 mod controller;
@@ -22,12 +23,16 @@ mod kda;
 mod launch;
 mod linear;
 pub mod matmul;
+mod matmul;
+mod ranges;
+mod record;
 mod residual;
 mod rms_norm;
 mod rows;
 pub mod runtime;
 mod sigmoid;
 mod spectral;
+mod sanitise;
 mod sum;
 mod tensor;
 mod words;
