@@ -8,6 +8,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap};
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use cubecl::client::ComputeClient;
 use cubecl::prelude::*;
@@ -65,6 +66,8 @@ pub struct Device<R: Engine> {
     graphs: Cell<bool>,
     poison: Cell<bool>,
     captures: Cell<u64>,
+    /// How long each launch took, while launches are timed.
+    times: RefCell<Option<BTreeMap<&'static str, Vec<Duration>>>>,
     /// A device belongs to the thread that made it.
     _thread: std::marker::PhantomData<Rc<()>>,
 }
@@ -94,6 +97,7 @@ impl<R: Engine> Device<R> {
             graphs: Cell::new(R::GRAPHS),
             poison: Cell::new(false),
             captures: Cell::new(0),
+            times: RefCell::default(),
             _thread: std::marker::PhantomData,
         }
     }
@@ -106,6 +110,17 @@ impl<R: Engine> Device<R> {
     /// Whether scratch starts as NaN instead of unspecified: an operation that reads what it did not write then shows.
     pub fn set_poison(&self, on: bool) {
         self.poison.set(on);
+    }
+
+    /// Whether each launch from here on is timed by the wall clock, with a wait before and after it. What a launch and a
+    /// wait cost by themselves is in it. Not for captured steps.
+    pub fn set_timing(&self, on: bool) {
+        *self.times.borrow_mut() = on.then(BTreeMap::new);
+    }
+
+    /// The times of every kernel since the last call, in the order of its launches.
+    pub fn take_times(&self) -> BTreeMap<&'static str, Vec<Duration>> {
+        self.times.borrow_mut().as_mut().map(std::mem::take).unwrap_or_default()
     }
 
     /// Launches, bytes and calls of everything that ran, replays included.
@@ -245,6 +260,7 @@ impl<R: Engine> Device<R> {
                 }
             }
         }
+<<<<<<< HEAD
     }
 
     /// The algorithm of every matrix product that the runtime's library has planned, for manifests: with the same
@@ -257,11 +273,31 @@ impl<R: Engine> Device<R> {
     /// forgets all choices: for measuring algorithms. Steps that are captured keep theirs.
     pub fn ask_gemm(&self, suggestion: Option<usize>) {
         R::ask(&self.client, suggestion);
+=======
+        if self.times.borrow().is_some() {
+            self.sync()?;
+            let start = Instant::now();
+            issue(&self.client, grid.count(), grid.cube_dim());
+            self.sync()?;
+            if let Some(times) = self.times.borrow_mut().as_mut() {
+                times.entry(kernel).or_default().push(start.elapsed());
+            }
+        } else {
+            issue(&self.client, grid.count(), grid.cube_dim());
+        }
+        self.book(|ledger| ledger.note(kernel, bytes));
+        Ok(())
+>>>>>>> w/kda
     }
 
     /// Bytes of shared memory that a cube may have.
     pub(crate) fn shared_memory(&self) -> usize {
         self.client.properties().hardware.max_shared_memory_size
+    }
+
+    /// Whether kernels may use an NVIDIA GPU's matrix units.
+    pub(crate) fn matrix_units(&self) -> bool {
+        !self.client.properties().features.matmul.mma.is_empty()
     }
 
     /// A tensor of floats as a kernel's argument; [`check_floats`](Self::check_floats) came first.
