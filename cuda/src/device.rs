@@ -228,7 +228,10 @@ impl<R: Engine> Device<R> {
             return Err(runtime::Error::Launch { kernel: kernel.to_owned(), reason }.into());
         }
         self.keep(uses);
-        issue(&self.client, grid.count(), grid.cube_dim());
+        self.timed(kernel, || {
+            issue(&self.client, grid.count(), grid.cube_dim());
+            Ok(())
+        })?;
         self.book(|ledger| ledger.note(kernel, bytes));
         Ok(())
     }
@@ -243,12 +246,27 @@ impl<R: Engine> Device<R> {
         call: &gemm::Call,
         at: &gemm::Starts<'_>,
     ) -> Result<bool> {
-        let launched = R::gemm(&self.client, call, at)?;
+        let launched = self.timed(kernel, || Ok(R::gemm(&self.client, call, at)?))?;
         if launched {
             self.keep(uses);
             self.book(|ledger| ledger.note(kernel, bytes));
         }
         Ok(launched)
+    }
+
+    /// Issues a launch; waits before and after it, and notes the time, where times were asked for.
+    fn timed<T>(&self, kernel: &'static str, issue: impl FnOnce() -> Result<T>) -> Result<T> {
+        if self.times.borrow().is_none() {
+            return issue();
+        }
+        self.sync()?;
+        let start = Instant::now();
+        let issued = issue()?;
+        self.sync()?;
+        if let Some(times) = self.times.borrow_mut().as_mut() {
+            times.entry(kernel).or_default().push(start.elapsed());
+        }
+        Ok(issued)
     }
 
     /// Keeps memory alive that a captured launch uses.
@@ -260,7 +278,6 @@ impl<R: Engine> Device<R> {
                 }
             }
         }
-<<<<<<< HEAD
     }
 
     /// The algorithm of every matrix product that the runtime's library has planned, for manifests: with the same
@@ -273,21 +290,6 @@ impl<R: Engine> Device<R> {
     /// forgets all choices: for measuring algorithms. Steps that are captured keep theirs.
     pub fn ask_gemm(&self, suggestion: Option<usize>) {
         R::ask(&self.client, suggestion);
-=======
-        if self.times.borrow().is_some() {
-            self.sync()?;
-            let start = Instant::now();
-            issue(&self.client, grid.count(), grid.cube_dim());
-            self.sync()?;
-            if let Some(times) = self.times.borrow_mut().as_mut() {
-                times.entry(kernel).or_default().push(start.elapsed());
-            }
-        } else {
-            issue(&self.client, grid.count(), grid.cube_dim());
-        }
-        self.book(|ledger| ledger.note(kernel, bytes));
-        Ok(())
->>>>>>> w/kda
     }
 
     /// Bytes of shared memory that a cube may have.
