@@ -16,7 +16,7 @@ use ndarray::{ArrayD, ArrayViewD, IxDyn};
 
 use crate::arena::{self, Arena, Place};
 use crate::arm::{Arm, Arms};
-use crate::launch::{Grid, Ledger, Pass};
+use crate::launch::{GRAPH, Grid, Ledger, Pass};
 use crate::runtime::{self, Engine};
 use crate::tensor::{Buffer, FloatsLaunch, Life, MAX_ELEMENTS, Tensor, WORD, WordsLaunch};
 use crate::words;
@@ -65,6 +65,11 @@ pub struct Device<R: Engine> {
     graphs: Cell<bool>,
     poison: Cell<bool>,
     captures: Cell<u64>,
+    /// The part of its work that the caller is at.
+    stage: Cell<&'static str>,
+    /// Bytes of scratch that no launch has been noted for yet.
+    placed: Cell<u64>,
+    timers: Cell<bool>,
     /// A device belongs to the thread that made it.
     _thread: std::marker::PhantomData<Rc<()>>,
 }
@@ -94,6 +99,9 @@ impl<R: Engine> Device<R> {
             graphs: Cell::new(R::GRAPHS),
             poison: Cell::new(false),
             captures: Cell::new(0),
+            stage: Cell::new(""),
+            placed: Cell::new(0),
+            timers: Cell::new(false),
             _thread: std::marker::PhantomData,
         }
     }
@@ -106,6 +114,16 @@ impl<R: Engine> Device<R> {
     /// Whether scratch starts as NaN instead of unspecified: an operation that reads what it did not write then shows.
     pub fn set_poison(&self, on: bool) {
         self.poison.set(on);
+    }
+
+    /// Whether every launch and replay is waited for and timed. A step under timers is slow; its own time says nothing.
+    pub fn set_timers(&self, on: bool) {
+        self.timers.set(on);
+    }
+
+    /// The runtime's client, for measurements that no ledger should see.
+    pub(crate) fn client(&self) -> &ComputeClient<R> {
+        &self.client
     }
 
     /// Launches, bytes and calls of everything that ran, replays included.
@@ -162,6 +180,28 @@ impl<R: Engine> Device<R> {
         entry(self.ledgers.borrow_mut().entry(self.running.get().unwrap_or_default()).or_default());
     }
 
+    /// Notes that the host waits for the device.
+    fn note_sync(&self, cause: &'static str) {
+        self.book(|ledger| ledger.site(self.stage.get(), cause).syncs += 1);
+    }
+
+    /// Issues work; with timers on, waits for it and notes its time under `name`.
+    fn timed(&self, name: &'static str, issue: impl FnOnce() -> Result<()>) -> Result<()> {
+        if !self.timers.get() || self.capturing.borrow().is_some() {
+            return issue();
+        }
+        let mut issue = Some(issue);
+        let mut issued = Ok(());
+        let time = R::timed(&self.client, &mut || {
+            if let Some(issue) = issue.take() {
+                issued = issue();
+            }
+        })?;
+        issued?;
+        self.book(|ledger| ledger.site(self.stage.get(), name).device_ns += time.as_nanos() as u64);
+        Ok(())
+    }
+
     /// How many steps have been captured.
     pub fn captures(&self) -> u64 {
         self.captures.get()
@@ -184,6 +224,7 @@ impl<R: Engine> Device<R> {
 
     /// Waits until the device has done everything that was asked of it.
     pub fn sync(&self) -> Result<()> {
+        self.note_sync("sync");
         R::settle(&self.client)?;
         let waited = cubecl::future::block_on(self.client.sync());
         R::settle(&self.client)?;
@@ -214,8 +255,12 @@ impl<R: Engine> Device<R> {
                 }
             }
         }
-        issue(&self.client, grid.count(), grid.cube_dim());
-        self.book(|ledger| ledger.note(kernel, bytes));
+        self.timed(kernel, || {
+            issue(&self.client, grid.count(), grid.cube_dim());
+            Ok(())
+        })?;
+        let alloc_bytes = self.placed.take();
+        self.book(|ledger| ledger.note(self.stage.get(), kernel, bytes, alloc_bytes));
         Ok(())
     }
 
@@ -297,14 +342,15 @@ impl<R: Engine> Device<R> {
         body: &mut dyn FnMut(&Self) -> Result<()>,
     ) -> Result<()> {
         if let Some(captured) = &recorded.captured {
-            R::replay(&self.client, &captured.graph)?;
-            self.book(|ledger| ledger.add(&captured.ledger));
+            self.timed(GRAPH, || Ok(R::replay(&self.client, &captured.graph)?))?;
+            self.book(|ledger| ledger.replay(&captured.ledger, self.stage.get()));
             return Ok(());
         }
         if recorded.runs >= 2 && self.graphs.get() {
             let captured = self.capture(body)?;
             arena::check_same(key.purpose, &recorded.layout, self.arena.borrow().layout())?;
-            R::replay(&self.client, &captured.graph)?;
+            self.timed(GRAPH, || Ok(R::replay(&self.client, &captured.graph)?))?;
+            self.book(|ledger| ledger.replay(&captured.ledger, self.stage.get()));
             self.captures.set(self.captures.get() + 1);
             recorded.captured = Some(captured);
             return Ok(());
@@ -337,9 +383,7 @@ impl<R: Engine> Device<R> {
             captured
         };
         ran?;
-        let captured = Captured { graph: graph?, ledger, _buffers: buffers };
-        self.book(|ledger| ledger.add(&captured.ledger));
-        Ok(captured)
+        Ok(Captured { graph: graph?, ledger, _buffers: buffers })
     }
 
     fn check_storage(&self, op: &'static str, shape: &[usize], dtype: DType) -> Result<u64> {
@@ -383,6 +427,7 @@ impl<R: Engine> Tensors for Device<R> {
             self.chunks.borrow_mut().push(chunk);
             Ok::<(), Error>(())
         })?;
+        self.placed.set(self.placed.get() + bytes);
         let tensor = Tensor {
             buffer: self.chunks.borrow()[place.chunk].clone(),
             start: place.offset / WORD,
@@ -437,6 +482,7 @@ impl<R: Engine> Tensors for Device<R> {
         let words = to_words(values, into.dtype)?;
         let bytes: &[u8] = bytemuck::cast_slice(&words);
         if R::write(&self.client, into.buffer.part(into.start * WORD, into.bytes()), bytes)? {
+            self.note_sync("upload");
             return Ok(());
         }
         let buffer = Arc::new(Buffer { handle: self.client.create_from_slice(bytes) });
@@ -452,6 +498,7 @@ impl<R: Engine> Tensors for Device<R> {
         let values = if tensor.is_empty() {
             Vec::new()
         } else {
+            self.note_sync("download");
             R::settle(&self.client)?;
             let read = self.client.read_one(tensor.buffer.part(tensor.start * WORD, tensor.bytes()));
             // The runtime's own error says more than cubecl's form of it.
@@ -503,11 +550,16 @@ impl<R: Engine> Tensors for Device<R> {
         words::copy(self, &aside, into)
     }
 
+    fn stage(&self, stage: &'static str) {
+        self.stage.set(stage);
+    }
+
     fn step(&self, key: &StepKey, body: &mut dyn FnMut(&Self) -> Result<()>) -> Result<()> {
         if let Some(outer) = self.running.get() {
             return Err(Error::NestedStep { outer, inner: key.purpose });
         }
         self.advance();
+        self.placed.set(0);
         self.running.set(Some(key.purpose));
         let mut recorded = self.steps.borrow_mut().remove(key).unwrap_or_default();
         let result = self.run(key, &mut recorded, body);
