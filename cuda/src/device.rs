@@ -17,7 +17,7 @@ use ndarray::{ArrayD, ArrayViewD, IxDyn};
 use crate::arena::{self, Arena, Place};
 use crate::arm::{Arm, Arms};
 use crate::launch::{GRAPH, Grid, Ledger, Pass};
-use crate::runtime::{self, Engine};
+use crate::runtime::{self, Engine, gemm};
 use crate::tensor::{Buffer, FloatsLaunch, Life, MAX_ELEMENTS, Tensor, WORD, WordsLaunch};
 use crate::words;
 
@@ -164,6 +164,11 @@ impl<R: Engine> Device<R> {
         self.arms.borrow().mutant(stem)
     }
 
+    /// The same for faults that are planted on the host: those of the fused arm do not reach the plain one.
+    pub(crate) fn mutant_of(&self, stem: &str, arm: Arm) -> u32 {
+        if arm == Arm::Fused { self.mutant(stem) } else { 0 }
+    }
+
     /// The arm that a forward pass takes from here, noted as taken. Operations without a backward pass use it too.
     pub(crate) fn forward_arm(&self, stem: &'static str) -> Arm {
         let arm = self.arms.borrow().get(stem);
@@ -248,6 +253,45 @@ impl<R: Engine> Device<R> {
             let reason = format!("{:?} cubes, at most 65535 along an axis", grid.cubes);
             return Err(runtime::Error::Launch { kernel: kernel.to_owned(), reason }.into());
         }
+        self.keep(uses);
+        self.timed(kernel, || {
+            issue(&self.client, grid.count(), grid.cube_dim());
+            Ok(())
+        })?;
+        self.note(kernel, bytes);
+        Ok(())
+    }
+
+    /// Notes a launch, and the scratch that was laid out since the one before.
+    fn note(&self, kernel: &'static str, bytes: u64) {
+        let alloc_bytes = self.placed.take();
+        self.book(|ledger| ledger.note(self.stage.get(), kernel, bytes, alloc_bytes));
+    }
+
+    /// The same for a matrix product in the runtime's library; false if nothing was launched, because the runtime has no
+    /// library or the library no algorithm.
+    pub(crate) fn gemm(
+        &self,
+        kernel: &'static str,
+        bytes: u64,
+        uses: &[&Tensor],
+        call: &gemm::Call,
+        at: &gemm::Starts<'_>,
+    ) -> Result<bool> {
+        let mut launched = false;
+        self.timed(kernel, || {
+            launched = R::gemm(&self.client, call, at)?;
+            Ok(())
+        })?;
+        if launched {
+            self.keep(uses);
+            self.note(kernel, bytes);
+        }
+        Ok(launched)
+    }
+
+    /// Keeps memory alive that a captured launch uses.
+    fn keep(&self, uses: &[&Tensor]) {
         if let Some(buffers) = self.capturing.borrow_mut().as_mut() {
             for tensor in uses {
                 if !buffers.iter().any(|b| Arc::ptr_eq(b, &tensor.buffer)) {
@@ -255,13 +299,23 @@ impl<R: Engine> Device<R> {
                 }
             }
         }
-        self.timed(kernel, || {
-            issue(&self.client, grid.count(), grid.cube_dim());
-            Ok(())
-        })?;
-        let alloc_bytes = self.placed.take();
-        self.book(|ledger| ledger.note(self.stage.get(), kernel, bytes, alloc_bytes));
-        Ok(())
+    }
+
+    /// The algorithm of every matrix product that the runtime's library has planned, for manifests: with the same
+    /// algorithms, products are the same bit for bit. Empty where there is no library.
+    pub fn gemm_choices(&self) -> Vec<gemm::Choice> {
+        R::choices(&self.client)
+    }
+
+    /// Takes the library's suggestion of this number for every product from here on, `None` the usual choice, and
+    /// forgets all choices: for measuring algorithms. Steps that are captured keep theirs.
+    pub fn ask_gemm(&self, suggestion: Option<usize>) {
+        R::ask(&self.client, suggestion);
+    }
+
+    /// Bytes of shared memory that a cube may have.
+    pub(crate) fn shared_memory(&self) -> usize {
+        self.client.properties().hardware.max_shared_memory_size
     }
 
     /// A tensor of floats as a kernel's argument; [`check_floats`](Self::check_floats) came first.
@@ -309,7 +363,7 @@ impl<R: Engine> Device<R> {
         }
     }
 
-    fn check_life(&self, op: &'static str, arg: &'static str, tensor: &Tensor) -> Result<()> {
+    pub(crate) fn check_life(&self, op: &'static str, arg: &'static str, tensor: &Tensor) -> Result<()> {
         match tensor.life {
             Life::Scratch { generation } if generation != self.generation.get() => Err(Error::StaleScratch { op, arg }),
             _ => Ok(()),
@@ -327,7 +381,7 @@ impl<R: Engine> Device<R> {
     fn allocate(&self, bytes: u64) -> Result<Arc<Buffer>> {
         let handle = self.client.empty(bytes as usize);
         R::settle(&self.client)?;
-        Ok(Arc::new(Buffer { handle }))
+        Ok(Arc::new(Buffer::new(handle)))
     }
 
     fn advance(&self) {
@@ -485,7 +539,7 @@ impl<R: Engine> Tensors for Device<R> {
             self.note_sync("upload");
             return Ok(());
         }
-        let buffer = Arc::new(Buffer { handle: self.client.create_from_slice(bytes) });
+        let buffer = Arc::new(Buffer::new(self.client.create_from_slice(bytes)));
         let staged = Tensor { buffer, start: 0, life: Life::Persistent, ..into.clone() };
         words::copy(self, &staged, into)?;
         Ok(R::settle(&self.client)?)

@@ -29,12 +29,6 @@ impl Grid {
         Self { cubes: (x as u32, y as u32), dim: (UNITS, 1) }
     }
 
-    /// Cubes of `tile` by `tile` units that cover a matrix.
-    pub fn tiles(rows: usize, columns: usize, tile: u32) -> Self {
-        let tiles = |n: usize| (n as u64).div_ceil(u64::from(tile)) as u32;
-        Self { cubes: (tiles(rows), tiles(columns)), dim: (tile, tile) }
-    }
-
     /// `cubes` cubes of `units` units each; the cube's number is `CUBE_POS`. Folded like [`units`](Self::units): cubes
     /// from `cubes` on have nothing to do, and no barrier may lie behind that test.
     pub fn cubes(cubes: usize, units: u32) -> Self {

@@ -12,16 +12,23 @@
 
 mod arena;
 mod arm;
+mod controller;
 mod device;
+mod expert;
+mod factors;
+mod embedding;
 pub mod kda;
+mod kda;
 mod launch;
 mod linear;
 mod matmul;
 mod price;
+pub mod matmul;
 mod residual;
 mod rms_norm;
 mod rows;
 pub mod runtime;
+mod spectral;
 mod sum;
 mod tensor;
 mod words;

@@ -1,23 +1,73 @@
 //! `linear`: the equations are in `dormouse_reference::linear`.
 //!
-//! Arm `plain`: the three products run on one tiled kernel, in f32 whatever the hardware could do faster. `bias`,
-//! `plus` and the gradient that a weight already has are added by the product that writes there.
+//! `bias`, `plus` and the gradient that a weight already has are added by the product that writes there, so forward is
+//! one launch and backward two in both arms. The arms differ in the kernel of the products, and in the gradient of the
+//! bias: `fused` sums blocks of rows, then the blocks, in two launches whatever the number of rows.
 
+use cubecl::prelude::*;
 use dormouse_reference::linear::{Config, Grads, Inputs, Linear, Outputs, Params};
-use dormouse_reference::{Dims, Error, Precision, Result};
+use dormouse_reference::{Dims, Error, Result};
 
+use crate::arm::{Arm, Mutant};
 use crate::device::Device;
-use crate::matmul::{Plus, plain, product, transposed};
+use crate::launch::Grid;
+use crate::matmul::{Plus, Product, matrix, product};
 use crate::runtime::Engine;
 use crate::sum;
-use crate::tensor::Tensor;
+use crate::tensor::{Floats, Tensor};
+
+const STEM: &str = "linear";
+
+/// Numbered from 1. The products run in a library on some runtimes, so their faults are planted in how they are asked for.
+pub(crate) const MUTANTS: &[Mutant] = &[
+    Mutant::fused("bias-dropped"),
+    Mutant::fused("contraction-one-short"),
+    Mutant::fused("plus-dropped"),
+    Mutant::fused("dx-one-output-short"),
+    Mutant::fused("dweight-misses-last-row"),
+    Mutant::fused("dbias-misses-last-row"),
+    Mutant::fused("null-renamed-local"),
+];
 
 /// What `forward` hands to `backward`: handles of what went in.
 pub struct Saved {
     x: Tensor,
     weight: Tensor,
     has_bias: bool,
+    arm: Arm,
 }
+
+/// The sum of dy over a block of rows in one column. One unit, one block and column.
+///
+/// Mutants: 6 misses the block's last row, 7 is null (a renamed local).
+#[cube(launch_unchecked)]
+fn bias_kernel(dy: &Floats, partial: &mut Floats, rows: u32, width: u32, #[comptime] mutant: u32) {
+    let i = ABSOLUTE_POS;
+    let (rows, width) = (rows as usize, width as usize);
+    if i < rows.div_ceil(BLOCK) * width {
+        let first = i / width * BLOCK;
+        let mut last = first + BLOCK;
+        if last > rows {
+            last = rows;
+        }
+        if comptime!(mutant == 6) {
+            last -= 1;
+        }
+        let mut sum = 0.0f32;
+        for n in first..last {
+            if comptime!(mutant == 7) {
+                let renamed = dy.at(n * width + i % width);
+                sum += renamed;
+            } else {
+                sum += dy.at(n * width + i % width);
+            }
+        }
+        partial.set(i, sum);
+    }
+}
+
+/// Rows that one unit of [`bias_kernel`] sums.
+const BLOCK: usize = 32;
 
 impl<R: Engine> Linear for Device<R> {
     type Saved = Saved;
@@ -29,14 +79,13 @@ impl<R: Engine> Linear for Device<R> {
         params: Params<&Tensor>,
     ) -> Result<(Outputs<Tensor>, Saved)> {
         const OP: &str = "linear::forward";
-        check_precision(OP, config.precision)?;
         let (x, weight) = (inputs.x, params.weight);
         let mut dims = Dims::new(OP);
         dims.bind_rows("x", x.shape(), "N", &["I"])?;
         dims.bind("weight", weight.shape(), &["I", "O"])?;
         dims.positive(&["I", "O"])?;
         self.check_floats(OP, &[("x", x), ("weight", weight)])?;
-        let plus = match params.bias {
+        let mut plus = match params.bias {
             Some(bias) => {
                 dims.bind("bias", bias.shape(), &["O"])?;
                 self.check_floats(OP, &[("bias", bias)])?;
@@ -44,12 +93,29 @@ impl<R: Engine> Linear for Device<R> {
             }
             None => Plus::Nothing,
         };
-        let sizes = (dims.get("N"), dims.get("I"), dims.get("O"));
+        let (rows, inner, outer) = (dims.get("N"), dims.get("I"), dims.get("O"));
         let mut shape = x.shape().to_vec();
-        *shape.last_mut().expect("bind_rows wants the axis I") = dims.get("O");
+        *shape.last_mut().expect("bind_rows wants the axis I") = outer;
         let y = self.float_scratch(&shape)?;
-        product(self, OP, sizes, plain(x), plain(weight), plus, &y)?;
-        Ok((Outputs { y }, Saved { x: x.clone(), weight: weight.clone(), has_bias: params.bias.is_some() }))
+        let arm = self.forward_arm(STEM);
+        let mutant = self.mutant_of(STEM, arm);
+        if mutant == 1 {
+            plus = Plus::Nothing;
+        }
+        let forward = Product {
+            name: OP,
+            batch: 1,
+            m: rows,
+            k: if mutant == 2 { inner - 1 } else { inner },
+            n: outer,
+            a: matrix(x, inner).plain(),
+            b: matrix(weight, outer).plain(),
+            plus,
+            out: matrix(&y, outer),
+            precision: config.precision,
+        };
+        product(self, arm, &forward)?;
+        Ok((Outputs { y }, Saved { x: x.clone(), weight: weight.clone(), has_bias: params.bias.is_some(), arm }))
     }
 
     fn backward(
@@ -61,8 +127,7 @@ impl<R: Engine> Linear for Device<R> {
         into: Params<&Tensor>,
     ) -> Result<Grads<Tensor>> {
         const OP: &str = "linear::backward";
-        check_precision(OP, config.precision)?;
-        let Saved { x, weight, has_bias } = saved;
+        let Saved { x, weight, has_bias, arm } = saved;
         let dy = upstream.y;
         let mut dims = Dims::new(OP);
         dims.bind_rows("x", x.shape(), "N", &["I"])?;
@@ -86,30 +151,64 @@ impl<R: Engine> Linear for Device<R> {
             (None, true) => return Err(presence(OP, "present because forward had one", "absent")),
         }
         let (rows, inner, outer) = (dims.get("N"), dims.get("I"), dims.get("O"));
+        self.note_backward(STEM, *arm);
+        let mutant = self.mutant_of(STEM, *arm);
         let dx = self.float_scratch(x.shape())?;
-        let added = plus.map_or(Plus::Nothing, Plus::Matrix);
-        product(self, "linear::dx", (rows, outer, inner), plain(dy), transposed(weight), added, &dx)?;
-        let sizes = (inner, rows, outer);
-        product(self, "linear::dweight", sizes, transposed(x), plain(dy), Plus::Destination, into.weight)?;
-        if let Some(bias) = into.bias {
-            sum::add_rows(self, dy, rows, outer, bias)?;
+        let for_x = Product {
+            name: "linear::dx",
+            batch: 1,
+            m: rows,
+            k: if mutant == 4 { outer - 1 } else { outer },
+            n: inner,
+            a: matrix(dy, outer).plain(),
+            b: matrix(weight, outer).transposed(),
+            plus: plus.filter(|_| mutant != 3).map_or(Plus::Nothing, Plus::Matrix),
+            out: matrix(&dx, inner),
+            precision: config.precision,
+        };
+        product(self, *arm, &for_x)?;
+        if rows == 0 {
+            return Ok(Grads { dx });
+        }
+        let for_weight = Product {
+            name: "linear::dweight",
+            m: inner,
+            k: if mutant == 5 { rows - 1 } else { rows },
+            n: outer,
+            a: matrix(x, inner).transposed(),
+            b: matrix(dy, outer).plain(),
+            plus: Plus::Destination,
+            out: matrix(into.weight, outer),
+            ..for_x
+        };
+        product(self, *arm, &for_weight)?;
+        match (into.bias, arm) {
+            (Some(bias), Arm::Plain) => sum::add_rows(self, dy, rows, outer, bias)?,
+            (Some(bias), Arm::Fused) => self.add_bias(dy, rows, outer, bias)?,
+            (None, _) => {}
         }
         Ok(Grads { dx })
     }
 }
 
-fn presence(op: &'static str, expected: &'static str, got: &'static str) -> Error {
-    Error::Presence { op, arg: "bias", expected, got }
+impl<R: Engine> Device<R> {
+    /// Adds the rows of dy to `into`.
+    fn add_bias(&self, dy: &Tensor, rows: usize, width: usize, into: &Tensor) -> Result<()> {
+        let blocks = rows.div_ceil(BLOCK);
+        let partial = self.float_scratch(&[blocks, width])?;
+        let bytes = dy.bytes() + partial.bytes();
+        let uses = [dy, &partial];
+        let mutant = self.mutant(STEM);
+        self.launch("linear::dbias", Grid::units(partial.len()), bytes, &uses, |client, count, dim| {
+            let [dy, partial] = uses.map(|t| self.floats(t));
+            let (n, d) = (rows as u32, width as u32);
+            // SAFETY: `partial` has one row a block; units past it do nothing.
+            unsafe { bias_kernel::launch_unchecked::<R>(client, count, dim, dy, partial, n, d, mutant) }
+        })?;
+        sum::add_partials(self, &partial, blocks, width, into)
+    }
 }
 
-fn check_precision(op: &'static str, precision: Precision) -> Result<()> {
-    match precision {
-        Precision::Full => Ok(()),
-        other => Err(Error::Config {
-            op,
-            field: "precision",
-            expected: "Full, the only arithmetic of the plain kernels".to_owned(),
-            got: format!("{other:?}"),
-        }),
-    }
+fn presence(op: &'static str, expected: &'static str, got: &'static str) -> Error {
+    Error::Presence { op, arg: "bias", expected, got }
 }

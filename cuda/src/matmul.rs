@@ -1,139 +1,390 @@
-//! Matrix products in f32 on any runtime: one tiled kernel, each element summed in one order.
+//! Matrix products on any runtime: one tiled kernel, each element summed in one order.
+//!
+//! ```text
+//! out_e = a_e b_e (+ plus),   e < batch,   a_e [m, k],  b_e [k, n],  out_e [m, n]
+//! ```
+//!
+//! Arm `plain` has a tile of 16 by 16 and one element a unit; arm `fused` one of 64 by 64 and sixteen, so that a value
+//! in shared memory is read four times less often. With [`Precision::Tf32`] and [`Precision::Bf16`] both factors are
+//! rounded, to nearest and to even, before they are multiplied; sums are f32 always.
 
 use cubecl::prelude::*;
-use dormouse_reference::Result;
+use dormouse_reference::{Error, Precision, Result};
 
+use crate::arm::Arm;
 use crate::device::Device;
 use crate::launch::Grid;
-use crate::runtime::Engine;
-use crate::tensor::{Floats, Tensor};
+use crate::runtime::{Engine, gemm};
+use crate::tensor::{Floats, Tensor, WORD};
 
-/// Rows and columns of a tile; a cube computes one tile of the product with one unit an element.
-const TILE: u32 = 16;
+/// Units of a cube: 16 by 16, whatever the tile.
+const UNITS: u32 = 256;
+
+/// Units along an edge of the cube, and the depth of a tile.
+const SIDE: u32 = 16;
+
+/// A matrix in a tensor, or several at equal distances.
+#[derive(Clone, Copy, Debug)]
+pub struct Matrix<'a> {
+    /// What it lies in.
+    pub tensor: &'a Tensor,
+    /// Elements from a row's start to the next row's.
+    pub row: usize,
+    /// Elements from a matrix's start to the next one's in a batch; 0 takes the same matrix every time.
+    pub next: usize,
+}
+
+/// A matrix of dense rows, the same for every member of a batch.
+pub fn matrix(tensor: &Tensor, columns: usize) -> Matrix<'_> {
+    Matrix { tensor, row: columns, next: 0 }
+}
+
+/// Dense matrices one after the other.
+pub fn stack(tensor: &Tensor, rows: usize, columns: usize) -> Matrix<'_> {
+    Matrix { tensor, row: columns, next: rows * columns }
+}
+
+/// A factor: a matrix as it is stored or its transpose.
+#[derive(Clone, Copy, Debug)]
+pub struct Factor<'a> {
+    /// What is stored.
+    pub matrix: Matrix<'a>,
+    /// Whether the factor is its transpose.
+    pub transposed: bool,
+}
+
+impl<'a> Matrix<'a> {
+    /// As a factor.
+    #[must_use]
+    pub fn plain(self) -> Factor<'a> {
+        Factor { matrix: self, transposed: false }
+    }
+
+    /// Its transpose as a factor.
+    #[must_use]
+    pub fn transposed(self) -> Factor<'a> {
+        Factor { matrix: self, transposed: true }
+    }
+
+    /// The number of elements from the tensor's start to the end of the last of `batch` matrices.
+    fn reach(&self, batch: usize, rows: usize, columns: usize) -> usize {
+        if batch == 0 || rows == 0 || columns == 0 {
+            return 0;
+        }
+        (batch - 1) * self.next + (rows - 1) * self.row + columns
+    }
+
+    /// Elements of `batch` matrices, those that are the same counted once.
+    fn elements(&self, batch: usize, rows: usize, columns: usize) -> usize {
+        rows * columns * if self.next == 0 { batch.min(1) } else { batch }
+    }
+}
 
 /// What is added to the product.
-#[derive(Clone, Copy)]
-pub(crate) enum Plus<'a> {
+#[derive(Clone, Copy, Debug)]
+pub enum Plus<'a> {
     /// Nothing.
     Nothing,
     /// One row, to every row.
     Row(&'a Tensor),
-    /// A matrix of the product's shape.
+    /// Matrices that lie in their tensor as the product does in its own.
     Matrix(&'a Tensor),
     /// What the destination holds: the product accumulates.
     Destination,
 }
 
-/// A factor, stored as it is or transposed.
-#[derive(Clone, Copy)]
-pub(crate) struct Factor<'a> {
-    pub tensor: &'a Tensor,
-    pub transposed: bool,
+/// A product, or a batch of them.
+#[derive(Clone, Copy, Debug)]
+pub struct Product<'a> {
+    /// What the ledger calls it.
+    pub name: &'static str,
+    /// Products.
+    pub batch: usize,
+    /// Rows of the result.
+    pub m: usize,
+    /// Terms of a sum.
+    pub k: usize,
+    /// Columns of the result.
+    pub n: usize,
+    /// The left factor.
+    pub a: Factor<'a>,
+    /// The right factor.
+    pub b: Factor<'a>,
+    /// What is added.
+    pub plus: Plus<'a>,
+    /// Where the result goes; no memory of the factors or of `plus`.
+    pub out: Matrix<'a>,
+    /// What the factors are rounded to.
+    pub precision: Precision,
 }
 
-/// A factor as it is stored.
-pub(crate) fn plain(tensor: &Tensor) -> Factor<'_> {
-    Factor { tensor, transposed: false }
+impl Product<'_> {
+    /// Refuses matrices that reach beyond their tensors.
+    fn check(&self) -> Result<()> {
+        let Product { name, batch, m, k, n, a, b, plus, out, .. } = *self;
+        let sides = |factor: Factor<'_>, rows, columns| match factor.transposed {
+            true => factor.matrix.reach(batch, columns, rows),
+            false => factor.matrix.reach(batch, rows, columns),
+        };
+        let out_reach = out.reach(batch, m, n);
+        let (added, added_reach) = match plus {
+            Plus::Nothing | Plus::Destination => (out.tensor, 0),
+            Plus::Row(row) => (row, n),
+            Plus::Matrix(tensor) => (tensor, out_reach),
+        };
+        let parts = [
+            ("a", a.matrix.tensor, sides(a, m, k)),
+            ("b", b.matrix.tensor, sides(b, k, n)),
+            ("plus", added, added_reach),
+            ("out", out.tensor, out_reach),
+        ];
+        for (arg, tensor, reach) in parts {
+            if reach > tensor.len() {
+                let expected = format!("at least {reach} elements for batch {batch}, m {m}, k {k}, n {n}");
+                return Err(Error::Shape { op: name, arg, expected, got: tensor.shape().to_vec() });
+            }
+        }
+        Ok(())
+    }
+
+    /// What has to be read and written.
+    fn bytes(&self) -> u64 {
+        let Product { batch, m, k, n, a, b, plus, out, .. } = *self;
+        let results = out.elements(batch, m, n);
+        let read = match plus {
+            Plus::Nothing => 0,
+            Plus::Row(_) => n,
+            Plus::Matrix(_) | Plus::Destination => results,
+        };
+        (a.matrix.elements(batch, m, k) + b.matrix.elements(batch, k, n) + read + results) as u64 * WORD
+    }
 }
 
-/// The transpose of what is stored.
-pub(crate) fn transposed(tensor: &Tensor) -> Factor<'_> {
-    Factor { tensor, transposed: true }
+/// `value` with the digits of tf32 (`rounding` 1) or bf16 (2), to nearest and to even; NaN and the infinities stay.
+#[cube]
+fn rounded(value: f32, #[comptime] rounding: u32) -> f32 {
+    if comptime!(rounding == 0) {
+        value
+    } else {
+        let dropped = comptime!(if rounding == 1 { 13u32 } else { 16u32 });
+        let below_half = comptime!((1u32 << (dropped - 1)) - 1);
+        let kept = comptime!(!((1u32 << dropped) - 1));
+        let bits = u32::reinterpret(value);
+        let exponent = bits & 0x7f80_0000u32;
+        let mut result = value;
+        if exponent != 0x7f80_0000u32 {
+            let odd = (bits >> dropped) & 1u32;
+            result = f32::reinterpret((bits + below_half + odd) & kept);
+        }
+        result
+    }
 }
 
-/// `out = a b (+ plus)`, with a of `[m, k]` and b of `[k, n]`. One cube computes one tile: its units bring a tile of
-/// each factor into shared memory, wait for each other, and each adds the products of one row and one column, over k
-/// from first to last.
+/// One cube computes one tile. Its units bring a slice of each factor into shared memory, wait for each other, and each
+/// adds products to its elements, over k from first to last. A unit has the rows y, y + 16, .. and the columns x, x + 16,
+/// .. of the tile, so that neighbours read neighbouring words.
 #[cube(launch_unchecked)]
 fn product_kernel(
     a: &Floats,
     b: &Floats,
     plus: &Floats,
     out: &mut Floats,
+    batch: u32,
     m: u32,
     k: u32,
     n: u32,
+    a_row: u32,
+    a_next: u32,
+    b_row: u32,
+    b_next: u32,
+    out_row: u32,
+    out_next: u32,
     #[comptime] a_transposed: bool,
     #[comptime] b_transposed: bool,
     #[comptime] plus_kind: u32,
+    #[comptime] rounding: u32,
+    #[comptime] per: usize,
 ) {
     let (m, k, n) = (m as usize, k as usize, n as usize);
-    let tile = comptime!(TILE as usize);
-    let (x, y) = (UNIT_POS_X as usize, UNIT_POS_Y as usize);
-    let row = CUBE_POS_X as usize * tile + y;
-    let column = CUBE_POS_Y as usize * tile + x;
-    let mut a_tile = SharedMemory::<f32>::new(comptime!((TILE * TILE) as usize));
-    let mut b_tile = SharedMemory::<f32>::new(comptime!((TILE * TILE) as usize));
-    let mut sum = 0.0f32;
-    for step in 0..k.div_ceil(tile) {
-        let a_column = step * tile + x;
-        let b_row = step * tile + y;
-        let mut a_value = 0.0f32;
-        if row < m && a_column < k {
-            if a_transposed {
-                a_value = a.at(a_column * m + row);
-            } else {
-                a_value = a.at(row * k + a_column);
+    let side = comptime!(SIDE as usize);
+    let edge = comptime!(SIDE as usize * per);
+    let unit = UNIT_POS as usize;
+    let (x, y) = (unit % side, unit / side);
+    let (row_tiles, column_tiles) = (m.div_ceil(edge), n.div_ceil(edge));
+    let first_column = CUBE_POS % column_tiles * edge;
+    let first_row = CUBE_POS / column_tiles % row_tiles * edge;
+    let e = CUBE_POS / (row_tiles * column_tiles);
+    let here = e < batch as usize;
+    let (a_at, b_at, out_at) = (e * a_next as usize, e * b_next as usize, e * out_next as usize);
+    let (a_row, b_row, out_row) = (a_row as usize, b_row as usize, out_row as usize);
+    let mut a_tile = SharedMemory::<f32>::new(comptime!(SIDE as usize * SIDE as usize * per));
+    let mut b_tile = SharedMemory::<f32>::new(comptime!(SIDE as usize * SIDE as usize * per));
+    let mut sums = Array::<f32>::new(comptime!(per * per));
+    let mut left = Array::<f32>::new(per);
+    #[unroll]
+    for i in 0..comptime!(per * per) {
+        sums[i] = 0.0f32;
+    }
+    for step in 0..k.div_ceil(side) {
+        let depth = step * side;
+        #[unroll]
+        for i in 0..per {
+            let at = unit + comptime!(i * UNITS as usize);
+            // Neighbouring units read neighbouring elements of what is stored, either way.
+            let mut row = at / side;
+            let mut inner = at % side;
+            if comptime!(a_transposed) {
+                row = at % edge;
+                inner = at / edge;
             }
-        }
-        let mut b_value = 0.0f32;
-        if b_row < k && column < n {
-            if b_transposed {
-                b_value = b.at(column * k + b_row);
-            } else {
-                b_value = b.at(b_row * n + column);
+            let mut value = 0.0f32;
+            if here && first_row + row < m && depth + inner < k {
+                if comptime!(a_transposed) {
+                    value = a.at(a_at + (depth + inner) * a_row + first_row + row);
+                } else {
+                    value = a.at(a_at + (first_row + row) * a_row + depth + inner);
+                }
             }
+            a_tile[inner * edge + row] = rounded(value, rounding);
+            let mut column = at % edge;
+            let mut inner = at / edge;
+            if comptime!(b_transposed) {
+                column = at / side;
+                inner = at % side;
+            }
+            let mut value = 0.0f32;
+            if here && first_column + column < n && depth + inner < k {
+                if comptime!(b_transposed) {
+                    value = b.at(b_at + (first_column + column) * b_row + depth + inner);
+                } else {
+                    value = b.at(b_at + (depth + inner) * b_row + first_column + column);
+                }
+            }
+            b_tile[inner * edge + column] = rounded(value, rounding);
         }
-        a_tile[y * tile + x] = a_value;
-        b_tile[y * tile + x] = b_value;
         sync_cube();
-        for i in 0..tile {
-            sum += a_tile[y * tile + i] * b_tile[i * tile + x];
+        for inner in 0..side {
+            #[unroll]
+            for i in 0..per {
+                left[i] = a_tile[inner * edge + y + comptime!(i * SIDE as usize)];
+            }
+            #[unroll]
+            for j in 0..per {
+                let right = b_tile[inner * edge + x + comptime!(j * SIDE as usize)];
+                #[unroll]
+                for i in 0..per {
+                    sums[comptime!(i * per + j)] += left[i] * right;
+                }
+            }
         }
         sync_cube();
     }
-    if row < m && column < n {
-        let at = row * n + column;
-        if comptime!(plus_kind == 1) {
-            sum += plus.at(column);
+    if here {
+        #[unroll]
+        for i in 0..per {
+            let row = first_row + y + comptime!(i * SIDE as usize);
+            #[unroll]
+            for j in 0..per {
+                let column = first_column + x + comptime!(j * SIDE as usize);
+                if row < m && column < n {
+                    let at = out_at + row * out_row + column;
+                    let mut sum = sums[comptime!(i * per + j)];
+                    if comptime!(plus_kind == 1) {
+                        sum += plus.at(column);
+                    }
+                    if comptime!(plus_kind == 2) {
+                        sum += plus.at(at);
+                    }
+                    if comptime!(plus_kind == 3) {
+                        sum += out.at(at);
+                    }
+                    out.set(at, sum);
+                }
+            }
         }
-        if comptime!(plus_kind == 2) {
-            sum += plus.at(at);
-        }
-        if comptime!(plus_kind == 3) {
-            sum += out.at(at);
-        }
-        out.set(at, sum);
     }
 }
 
-/// Computes a product of `m` by `k` and `k` by `n` into `out`; `name` is what the ledger calls it.
-pub(crate) fn product<R: Engine>(
-    device: &Device<R>,
-    name: &'static str,
-    (m, k, n): (usize, usize, usize),
-    a: Factor<'_>,
-    b: Factor<'_>,
-    plus: Plus<'_>,
-    out: &Tensor,
-) -> Result<()> {
+impl<R: Engine> Device<R> {
+    /// Computes a product for tests and measurements; operations have their own checks.
+    ///
+    /// # Errors
+    /// `Shape` if a matrix reaches beyond its tensor, `Storage` for tensors that are no floats, `Aliased` if the result
+    /// shares memory with what is read, `Device` if the runtime's library is missing or fails.
+    pub fn product(&self, arm: Arm, call: &Product<'_>) -> Result<()> {
+        let mut reads = vec![("a", call.a.matrix.tensor), ("b", call.b.matrix.tensor)];
+        if let Plus::Row(tensor) | Plus::Matrix(tensor) = call.plus {
+            reads.push(("plus", tensor));
+        }
+        self.check_floats(call.name, &reads)?;
+        self.check_floats(call.name, &[("out", call.out.tensor)])?;
+        if let Some(&(other, _)) = reads.iter().find(|(_, tensor)| call.out.tensor.overlaps(tensor)) {
+            return Err(Error::Aliased { op: call.name, arg: "out", other });
+        }
+        product(self, arm, call)
+    }
+}
+
+/// Computes a product: with arm `fused` in the library of the runtime where it has one.
+///
+/// # Errors
+/// `Shape` if a matrix reaches beyond its tensor; `Device` if the library is missing or fails.
+pub(crate) fn product<R: Engine>(device: &Device<R>, arm: Arm, product: &Product<'_>) -> Result<()> {
+    product.check()?;
+    match arm {
+        Arm::Plain => tiled(device, 1, product),
+        Arm::Fused if library(device, product)? => Ok(()),
+        Arm::Fused => tiled(device, 4, product),
+    }
+}
+
+/// Computes a product in the runtime's library; false if it did not.
+fn library<R: Engine>(device: &Device<R>, product: &Product<'_>) -> Result<bool> {
+    let Product { name, batch, m, k, n, a, b, plus, out, precision } = *product;
+    if batch == 0 || m == 0 || k == 0 || n == 0 {
+        // Libraries refuse sizes of zero; a sum of no terms is zero and the tiled kernel knows it.
+        return Ok(false);
+    }
+    let (added, matrix) = match plus {
+        Plus::Nothing => (gemm::Added::Nothing, out.tensor),
+        Plus::Row(row) => (gemm::Added::Row, row),
+        Plus::Matrix(matrix) => (gemm::Added::Matrix, matrix),
+        Plus::Destination => (gemm::Added::Destination, out.tensor),
+    };
+    let stored = |factor: Factor<'_>| gemm::Stored {
+        transposed: factor.transposed,
+        row: factor.matrix.row,
+        next: factor.matrix.next,
+    };
+    let (left, right) = (stored(a), stored(b));
+    let call = gemm::Call { precision, batch, m, k, n, a: left, b: right, added, out: stored(out.plain()) };
+    let uses = [a.matrix.tensor, b.matrix.tensor, matrix, out.tensor];
+    let [a, b, added, out] = uses.map(Tensor::place);
+    device.gemm(name, product.bytes(), &uses, &call, &gemm::Starts { a, b, added, out })
+}
+
+/// Computes a product with the tiled kernel, `per` by `per` elements a unit.
+fn tiled<R: Engine>(device: &Device<R>, per: usize, product: &Product<'_>) -> Result<()> {
+    let Product { name, batch, m, k, n, a, b, plus, out, precision } = *product;
     // A kernel has all its arguments in every variant; where nothing is read, `a` stands in.
     let (kind, added) = match plus {
-        Plus::Nothing => (0, a.tensor),
+        Plus::Nothing => (0, a.matrix.tensor),
         Plus::Row(row) => (1, row),
         Plus::Matrix(matrix) => (2, matrix),
-        Plus::Destination => (3, a.tensor),
+        Plus::Destination => (3, a.matrix.tensor),
     };
-    let read = match plus {
-        Plus::Nothing => 0,
-        Plus::Row(t) | Plus::Matrix(t) => t.bytes(),
-        Plus::Destination => out.bytes(),
+    let rounding = match precision {
+        Precision::Full => 0,
+        Precision::Tf32 => 1,
+        Precision::Bf16 => 2,
     };
-    let bytes = a.tensor.bytes() + b.tensor.bytes() + read + out.bytes();
-    let uses = [a.tensor, b.tensor, added, out];
-    device.launch(name, Grid::tiles(m, n, TILE), bytes, &uses, |client, count, dim| {
-        let [left, right, added, out] = uses.map(|t| device.floats(t));
-        // SAFETY: every access is guarded by the row, column and depth it needs; the caller checked the shapes.
+    let edge = SIDE as usize * per;
+    let grid = Grid::cubes(batch * m.div_ceil(edge) * n.div_ceil(edge), UNITS);
+    let uses = [a.matrix.tensor, b.matrix.tensor, added, out.tensor];
+    device.launch(name, grid, product.bytes(), &uses, |client, count, dim| {
+        let [left, right, added, result] = uses.map(|t| device.floats(t));
+        let word = |n: usize| n as u32;
+        // SAFETY: every access is guarded by the row, column and depth it needs; `check` compared them with the tensors.
         unsafe {
             product_kernel::launch_unchecked::<R>(
                 client,
@@ -142,13 +393,22 @@ pub(crate) fn product<R: Engine>(
                 left,
                 right,
                 added,
-                out,
-                m as u32,
-                k as u32,
-                n as u32,
+                result,
+                word(batch),
+                word(m),
+                word(k),
+                word(n),
+                word(a.matrix.row),
+                word(a.matrix.next),
+                word(b.matrix.row),
+                word(b.matrix.next),
+                word(out.row),
+                word(out.next),
                 a.transposed,
                 b.transposed,
                 kind,
+                rounding,
+                per,
             )
         }
     })

@@ -1,18 +1,27 @@
 //! Handles to device memory, and how they become arguments of kernels.
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use dormouse_reference::DType;
 
+use crate::runtime::gemm::Start;
+
 /// One allocation.
 pub(crate) struct Buffer {
     pub handle: Handle,
+    /// Its address, where a library has asked for it.
+    pub address: OnceLock<u64>,
 }
 
 impl Buffer {
+    /// An allocation.
+    pub fn new(handle: Handle) -> Self {
+        Self { handle, address: OnceLock::new() }
+    }
+
     /// The part of the buffer from byte `start` on.
     pub fn part(&self, start: u64, bytes: u64) -> Handle {
         // The handle's own end may lie before that of its memory, which is rounded up; both ends add up.
@@ -91,6 +100,11 @@ impl Tensor {
         let skip = (at - base) / WORD;
         let words = skip + self.len() as u64;
         (self.buffer.part(base, words * WORD), skip as u32, words as usize)
+    }
+
+    /// Where the tensor starts, for a library.
+    pub(crate) fn place(&self) -> Start<'_> {
+        Start { buffer: &self.buffer.handle, address: &self.buffer.address, offset: self.start * WORD }
     }
 
     /// The tensor as an argument of a kernel that reads or writes floats.

@@ -6,9 +6,14 @@ use dormouse_cuda::{Arm, Client, Cuda, Device, Engine, Lavapipe, catalogue};
 use dormouse_harness::description::{Gate, Operation, OperationOn, Run};
 use dormouse_harness::gates::{Context, Outcome, Report, Status, det, diff, poison};
 use dormouse_harness::named::{Named, Values};
+use dormouse_harness::ops::controller::ControllerOp;
+use dormouse_harness::ops::expert::ExpertOp;
+use dormouse_harness::ops::kda::KdaOp;
+use dormouse_harness::ops::embedding::EmbeddingOp;
 use dormouse_harness::ops::linear::LinearOp;
 use dormouse_harness::ops::residual::ResidualOp;
 use dormouse_harness::ops::rms_norm::RmsNormOp;
+use dormouse_harness::ops::spectral::SpectralOp;
 use dormouse_harness::runner::{OnBackend, Runner, upload};
 use dormouse_reference::{DType, Error, Reference, Tensors};
 use ndarray::ArrayD;
@@ -77,10 +82,17 @@ fn on<'a, R: Engine>(
     gates: &'a [Gate],
     context: &'a Context,
 ) -> Box<dyn Iterator<Item = Vec<Report>> + 'a> {
-    let operations: [(&str, Ladder<R>); 3] = [
+    let operations: [(&str, Ladder<R>); 6] = [
+        (ControllerOp::STEM, ladder::<R, ControllerOp>),
+        (ExpertOp::STEM, ladder::<R, ExpertOp>),
+    let operations: [(&str, Ladder<R>); 4] = [
+        (KdaOp::STEM, ladder::<R, KdaOp>),
+    let operations: [(&str, Ladder<R>); 4] = [
+        (EmbeddingOp::STEM, ladder::<R, EmbeddingOp>),
         (LinearOp::STEM, ladder::<R, LinearOp>),
         (ResidualOp::STEM, ladder::<R, ResidualOp>),
         (RmsNormOp::STEM, ladder::<R, RmsNormOp>),
+        (SpectralOp::STEM, ladder::<R, SpectralOp>),
     ];
     let client = R::open().map_err(|why| why.to_string());
     let chosen = operations.into_iter().filter(|(stem, _)| stems.is_empty() || stems.iter().any(|s| s == stem));

@@ -224,15 +224,21 @@ fn generate(arguments: &GenerateArgs, build: Build) -> anyhow::Result<()> {
     let (_, mut learner, _) = load(&run, arguments.best, arguments.backend, build)?;
     let stop = Stop::on_signals().context("generate: cannot watch for signals")?;
     let mut out = std::io::stdout();
-    // A reader that went away ends the sample, not the program.
-    let mut open = out.write_all(&prompt).is_ok();
+    let mut written = out.write_all(&prompt);
     let mut emit = |byte: u8| {
-        open = open && out.write_all(&[byte]).and_then(|()| out.flush()).is_ok();
-        open && !stop.requested()
+        if written.is_ok() {
+            written = out.write_all(&[byte]).and_then(|()| out.flush());
+        }
+        written.is_ok() && !stop.requested()
     };
     learner.sample(&prompt, arguments.bytes, arguments.temperature, arguments.seed, &mut emit)?;
-    say("");
-    Ok(())
+    match written.and_then(|()| out.write_all(b"\n")).and_then(|()| out.flush()) {
+        // A reader that went away ends the sample, not the program.
+        Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
+            Err(error).context("generate: cannot write standard output; free some space, or write elsewhere")
+        }
+        _ => Ok(()),
+    }
 }
 
 fn inspect(arguments: &InspectArgs, build: Build) -> anyhow::Result<()> {

@@ -111,10 +111,18 @@ impl RunFolder {
             let Ok(modified) = std::fs::metadata(run.checkpoints()).and_then(|metadata| metadata.modified()) else {
                 continue;
             };
-            found.push((modified, entry.path()));
+            // A copy or a restored backup has new file times, so what the run itself noted decides.
+            found.push((run.last_start(), modified, entry.path()));
         }
         found.sort();
-        found.pop().map(|(_, path)| RunFolder { path, lock: None })
+        found.pop().map(|(_, _, path)| RunFolder { path, lock: None })
+    }
+
+    /// When training last started here, as it was noted; empty if the note is gone.
+    fn last_start(&self) -> String {
+        let stored = std::fs::read_to_string(self.path.join("run.json")).unwrap_or_default();
+        let starts: Vec<Value> = serde_json::from_str(&stored).unwrap_or_default();
+        starts.last().and_then(|start| start["started"].as_str()).unwrap_or_default().to_owned()
     }
 
     /// Where it lies.
@@ -240,6 +248,23 @@ mod tests {
     use crate::config::preset;
     use crate::data::{Corpus, Manifest};
     use crate::exit::Exit;
+
+    #[test]
+    fn the_newest_run_is_the_one_that_started_last_whatever_its_file_times() {
+        let folder = tempfile::tempdir().unwrap();
+        let config = preset("tiny").unwrap();
+        let manifest = Manifest::of(&Corpus::shipped(), None).unwrap();
+        for (name, started) in [("late", "2026-11-29T10:00:00Z"), ("early", "2026-11-28T10:00:00Z")] {
+            let provenance = json!({"started": started});
+            let run = RunFolder::create(folder.path(), Some(name), &config, &manifest, &provenance).unwrap();
+            std::fs::create_dir(run.checkpoints()).unwrap();
+        }
+        assert!(RunFolder::newest(folder.path()).unwrap().path().ends_with("late"));
+        // A start of the other one, noted on resuming.
+        let early = RunFolder::open(&folder.path().join("early")).unwrap();
+        early.record_resume(&config, &json!({"started": "2026-11-30T10:00:00Z"})).unwrap();
+        assert!(RunFolder::newest(folder.path()).unwrap().path().ends_with("early"));
+    }
 
     #[test]
     fn a_run_is_never_overwritten_and_can_be_found_again() {

@@ -90,6 +90,14 @@ fn the_whole_round_of_commands() {
     place.run(&train("a", "10", &[])).expect(2, &["exists and is not overwritten", "--resume"]);
     place.run(&["eval", "runs"]).expect(2, &["not a run folder"]);
     place.run(&["generate", "runs/a", "--prompt", ""]).expect(2, &["prompt is empty"]);
+    // A full disk is an error; a reader that has seen enough is none.
+    for (redirect, code, words) in [("> /dev/full", 1, &["cannot write standard output"][..]), ("| head -c 2", 0, &[])]
+    {
+        let line = done.out.lines().rfind(|line| line.starts_with("generate")).unwrap();
+        let command = format!("{} --bytes 12 {redirect}", line["generate".len()..].trim());
+        let output = std::process::Command::new("sh").args(["-c", &command]).current_dir(place.path("")).output();
+        Done::of(output.unwrap()).expect(code, words);
+    }
 }
 
 #[test]

@@ -9,94 +9,107 @@
 //! needed, so this kernel does not wait for a forward pass that computes them again.
 
 use cubecl::prelude::*;
-use cubecl::server::Handle;
-use dormouse_reference::kda::{Inputs, Outputs};
+use dormouse_reference::Result;
+use dormouse_reference::kda::{Grads, Outputs};
 
 use super::forward::Plan;
+use super::prep::Pairs;
 use super::tile::{self, clear, multiply_add};
-use super::{CHUNK, SPAN, Sizes, Unsupported, array, load_or_zero, optional, shared_memory, token_at};
+use super::{CHUNK, Call, SPAN, bytes, load_or_zero, optional, token_at};
+use crate::device::Device;
+use crate::launch::Grid;
+use crate::runtime::Engine;
+use crate::tensor::{Floats, Tensor};
 
-/// What the kernel writes.
-#[derive(Clone, Copy, Debug)]
-pub struct Written<T> {
-    /// `[B, T, H, V]`, the gradient of v.
-    pub dv: T,
+/// What the gradients of a span need of the ones after it.
+pub(super) struct Passed {
     /// `[B, T, H, V]`, the gradient of what each token writes.
-    pub z: T,
+    pub z: Tensor,
     /// `[B, H, spans, K, V]`, the gradient of the state that leaves each span.
-    pub dstates: T,
-    /// `[B, H, K, V]`, the gradient of the initial state, if wanted.
-    pub dinitial_state: Option<T>,
+    pub dstates: Tensor,
 }
 
-/// Runs every chain in reverse from the gradient of its final state, or zeros.
-///
-/// # Errors
-/// [`Unsupported`] if not even narrow blocks fit the device's shared memory.
-pub fn launch<R: Runtime>(
-    client: &ComputeClient<R>,
-    sizes: &Sizes,
-    scale: f32,
-    inputs: Inputs<&Handle>,
-    (p, t): (&Handle, &Handle),
-    upstream: Outputs<&Handle>,
-    written: Written<&Handle>,
-) -> Result<(), Unsupported> {
-    let plan = Plan::new(sizes, shared_memory(client))?;
+/// Runs every chain in reverse from the gradient of its final state, or zeros. Writes dv and the gradient of the initial
+/// state.
+pub(super) fn launch<R: Engine>(
+    b: &Device<R>,
+    call: &Call<'_>,
+    pairs: &Pairs,
+    upstream: Outputs<&Tensor>,
+    grads: Grads<&Tensor>,
+) -> Result<Passed> {
+    const NAME: &str = "kda::dstate";
+    let Call { inputs, sizes, scale } = call;
+    let plan = Plan::new(b, NAME, sizes)?;
+    let passed = Passed { z: b.float_scratch(inputs.v.shape())?, dstates: b.float_scratch(&sizes.span_states())? };
     let cubes = sizes.chains() * sizes.value.div_ceil(plan.columns);
-    if cubes == 0 {
-        return Ok(());
-    }
-    // SAFETY: offsets stay inside the lengths given here, see `Sizes`.
-    unsafe {
-        dstate_kernel::launch_unchecked::<R>(
-            client,
-            CubeCount::Static(cubes as u32, 1, 1),
-            CubeDim::new_1d(plan.product().units as u32),
-            array(inputs.q, sizes.keys()),
-            array(inputs.k, sizes.keys()),
-            array(inputs.g, sizes.keys()),
-            array(inputs.beta, sizes.tokens()),
-            array(p, sizes.pairs()),
-            array(t, sizes.pairs()),
-            array(upstream.o, sizes.values()),
-            optional(upstream.final_state, sizes.state()),
-            array(written.dv, sizes.values()),
-            array(written.z, sizes.values()),
-            array(written.dstates, sizes.span_states()),
-            optional(written.dinitial_state, sizes.state()),
-            scale,
-            sizes.time,
-            sizes.heads,
-            sizes.key,
-            sizes.value,
-            plan,
-        );
-    }
-    Ok(())
+    let mut uses = vec![inputs.q, inputs.k, inputs.g, inputs.beta, &pairs.p, &pairs.t, upstream.o];
+    uses.extend(upstream.final_state);
+    uses.extend([grads.dv, &passed.z, &passed.dstates]);
+    uses.extend(grads.dinitial_state);
+    let mutant = super::mutant(b, 5..=6);
+    let grid = Grid::cubes(cubes, plan.product().units as u32);
+    b.launch(NAME, grid, bytes(uses.iter().copied()), &uses, |client, count, dim| {
+        // SAFETY: shapes were checked by the caller; tokens, channels and columns that do not exist are not touched.
+        unsafe {
+            dstate_kernel::launch_unchecked::<R>(
+                client,
+                count,
+                dim,
+                b.floats(inputs.q),
+                b.floats(inputs.k),
+                b.floats(inputs.g),
+                b.floats(inputs.beta),
+                b.floats(&pairs.p),
+                b.floats(&pairs.t),
+                b.floats(upstream.o),
+                optional(b, upstream.final_state),
+                b.floats(grads.dv),
+                b.floats(&passed.z),
+                b.floats(&passed.dstates),
+                optional(b, grads.dinitial_state),
+                *scale,
+                cubes as u32,
+                sizes.time,
+                sizes.heads,
+                sizes.key,
+                sizes.value,
+                plan,
+                mutant,
+            )
+        }
+    })?;
+    Ok(passed)
 }
 
+/// Mutants: 5 drops the gradient of the final state, 6 drops what a token erases.
 #[cube(launch_unchecked)]
 fn dstate_kernel(
-    q: &Array<f32>,
-    k: &Array<f32>,
-    g: &Array<f32>,
-    beta: &Array<f32>,
-    p: &Array<f32>,
-    t: &Array<f32>,
-    d_o: &Array<f32>,
-    d_final: ComptimeOption<Array<f32>>,
-    dv: &mut Array<f32>,
-    z: &mut Array<f32>,
-    dstates: &mut Array<f32>,
-    d_initial: &mut ComptimeOption<Array<f32>>,
+    q: &Floats,
+    k: &Floats,
+    g: &Floats,
+    beta: &Floats,
+    p: &Floats,
+    t: &Floats,
+    d_o: &Floats,
+    d_final: ComptimeOption<Floats>,
+    dv: &mut Floats,
+    z: &mut Floats,
+    dstates: &mut Floats,
+    d_initial: &mut ComptimeOption<Floats>,
     scale: f32,
+    cubes: u32,
     time: usize,
     heads: usize,
     key: usize,
     value: usize,
     #[comptime] plan: Plan,
+    #[comptime] mutant: u32,
 ) {
+    let cube = CUBE_POS;
+    if cube >= cubes as usize {
+        terminate!();
+    }
     let size = comptime!(CHUNK);
     let span = comptime!(SPAN);
     let width = plan.columns;
@@ -108,8 +121,8 @@ fn dstate_kernel(
     let product = comptime!(plan.product());
     let unit = UNIT_POS as usize;
     let column_blocks = value.div_ceil(width);
-    let chain = CUBE_POS_X as usize / column_blocks;
-    let first = CUBE_POS_X as usize % column_blocks * width;
+    let chain = cube / column_blocks;
+    let first = cube % column_blocks * width;
     let chunks = time.div_ceil(size);
     let spans = time.div_ceil(span);
     let j = tile::column(product);
@@ -137,6 +150,11 @@ fn dstate_kernel(
             for n in 0..comptime!(of_state.per_unit()) {
                 dstate[n * comptime!(of_state.units) + unit] = 0.0f32;
             }
+        }
+    }
+    if comptime!(mutant == 5) {
+        for n in 0..comptime!(of_state.per_unit()) {
+            dstate[n * comptime!(of_state.units) + unit] = 0.0f32;
         }
     }
     for back in 0..chunks {
@@ -201,8 +219,8 @@ fn dstate_kernel(
             right[i * width + j] = sum[e];
             if start + i < time && first + j < value {
                 let at = token_at(chain, start + i, time, heads, value) + first + j;
-                z[at] = sum[e];
-                dv[at] = strength[i] * sum[e];
+                z.set(at, sum[e]);
+                dv.set(at, strength[i] * sum[e]);
             }
         }
 
@@ -235,7 +253,9 @@ fn dstate_kernel(
                 }
                 let channels_t = comptime!(Plan::columns_of(by_channel));
                 multiply_add(&mut sum, &query, c, channels_t, &upstream, 0usize, by_columns, live, product);
-                multiply_add(&mut sum, &keys, c, channels_t, &right, 0usize, by_columns, live, product);
+                if comptime!(mutant != 6) {
+                    multiply_add(&mut sum, &keys, c, channels_t, &right, 0usize, by_columns, live, product);
+                }
                 #[unroll]
                 for e in 0..comptime!(product.elements()) {
                     dstate[(channel + c + tile::row(e, product)) * width + j] = sum[e];

@@ -12,11 +12,16 @@
 //! A last chunk without all its tokens works on zeros: g = 0 forgets nothing and beta = 0 writes nothing.
 
 use cubecl::prelude::*;
-use cubecl::server::Handle;
-use dormouse_reference::kda::{Inputs, Outputs};
+use dormouse_reference::Result;
+use dormouse_reference::kda::Outputs;
 
+use super::prep::Pairs;
 use super::tile::{self, Part, Strides, Tile, clear, multiply_add};
-use super::{CHUNK, SPAN, Sizes, Unsupported, array, load_or_zero, optional, shared_memory, token_at, widest};
+use super::{CHUNK, Call, Fused, SPAN, Sizes, bytes, load_or_zero, optional, token_at, widest};
+use crate::device::Device;
+use crate::launch::Grid;
+use crate::runtime::Engine;
+use crate::tensor::{Floats, Tensor};
 
 /// Units of a cube.
 const UNITS: usize = 128;
@@ -34,12 +39,12 @@ pub(crate) struct Plan {
 
 impl Plan {
     /// Takes as many columns as fit, then as many channels.
-    pub fn new(sizes: &Sizes, available: usize) -> Result<Self, Unsupported> {
+    pub fn new<R: Engine>(b: &Device<R>, kernel: &'static str, sizes: &Sizes) -> Result<Self> {
         let rows = sizes.key.next_power_of_two().max(16);
         let plan = |columns, channels| Self { rows, columns, channels };
-        let columns = widest(&[32, 16, 8], available, |columns| plan(columns, 16).bytes())?;
+        let columns = widest(b, kernel, &[32, 16, 8], |columns| plan(columns, 16).bytes())?;
         let widths: Vec<usize> = [64, 32, 16].into_iter().filter(|&width| width <= rows).collect();
-        let channels = widest(&widths, available, |channels| plan(columns, channels).bytes())?;
+        let channels = widest(b, kernel, &widths, |channels| plan(columns, channels).bytes())?;
         Ok(plan(columns, channels))
     }
 
@@ -85,83 +90,85 @@ impl Plan {
     }
 }
 
-/// What the backward pass needs of the forward pass besides the inputs.
-#[derive(Clone, Copy, Debug)]
-pub struct Saved<T> {
-    /// `[B, H, spans, K, V]`, S on entry to each span.
-    pub states: T,
-    /// `[B, T, H, V]`, what each token wrote.
-    pub u: T,
-}
-
-/// Runs every chain from its initial state, or zeros, with the `p` and `t` of [`super::prep`].
-///
-/// # Errors
-/// [`Unsupported`] if not even narrow blocks fit the device's shared memory.
-pub fn launch<R: Runtime>(
-    client: &ComputeClient<R>,
-    sizes: &Sizes,
-    scale: f32,
-    inputs: Inputs<&Handle>,
-    (p, t): (&Handle, &Handle),
-    outputs: Outputs<&Handle>,
-    saved: Option<Saved<&Handle>>,
-) -> Result<(), Unsupported> {
-    let plan = Plan::new(sizes, shared_memory(client))?;
+/// Runs every chain from its initial state, or zeros.
+pub(super) fn launch<R: Engine>(
+    b: &Device<R>,
+    call: &Call<'_>,
+    pairs: Pairs,
+    outputs: Outputs<&Tensor>,
+) -> Result<Fused> {
+    const NAME: &str = "kda::forward";
+    let Call { inputs, sizes, scale } = call;
+    let plan = Plan::new(b, NAME, sizes)?;
+    let states = b.float_scratch(&sizes.span_states())?;
+    let u = b.float_scratch(inputs.v.shape())?;
     let cubes = sizes.chains() * sizes.value.div_ceil(plan.columns);
-    if cubes == 0 {
-        return Ok(());
-    }
-    // SAFETY: offsets stay inside the lengths given here, see `Sizes`.
-    unsafe {
-        forward_kernel::launch_unchecked::<R>(
-            client,
-            CubeCount::Static(cubes as u32, 1, 1),
-            CubeDim::new_1d(UNITS as u32),
-            array(inputs.q, sizes.keys()),
-            array(inputs.k, sizes.keys()),
-            array(inputs.v, sizes.values()),
-            array(inputs.g, sizes.keys()),
-            array(inputs.beta, sizes.tokens()),
-            optional(inputs.initial_state, sizes.state()),
-            array(p, sizes.pairs()),
-            array(t, sizes.pairs()),
-            array(outputs.o, sizes.values()),
-            optional(outputs.final_state, sizes.state()),
-            optional(saved.map(|saved| saved.states), sizes.span_states()),
-            optional(saved.map(|saved| saved.u), sizes.values()),
-            scale,
-            sizes.time,
-            sizes.heads,
-            sizes.key,
-            sizes.value,
-            plan,
-        );
-    }
-    Ok(())
+    let mut uses: Vec<&Tensor> = inputs.clone().named().into_iter().map(|(_, x)| x).collect();
+    uses.extend([&pairs.p, &pairs.t, outputs.o, &states, &u]);
+    uses.extend(outputs.final_state);
+    let mutant = super::mutant(b, 2..=4);
+    let grid = Grid::cubes(cubes, UNITS as u32);
+    b.launch(NAME, grid, bytes(uses.iter().copied()), &uses, |client, count, dim| {
+        // SAFETY: shapes were checked by the caller; tokens, channels and columns that do not exist are not touched.
+        unsafe {
+            forward_kernel::launch_unchecked::<R>(
+                client,
+                count,
+                dim,
+                b.floats(inputs.q),
+                b.floats(inputs.k),
+                b.floats(inputs.v),
+                b.floats(inputs.g),
+                b.floats(inputs.beta),
+                optional(b, inputs.initial_state),
+                b.floats(&pairs.p),
+                b.floats(&pairs.t),
+                b.floats(outputs.o),
+                optional(b, outputs.final_state),
+                b.floats(&states),
+                b.floats(&u),
+                *scale,
+                cubes as u32,
+                sizes.time,
+                sizes.heads,
+                sizes.key,
+                sizes.value,
+                plan,
+                mutant,
+            )
+        }
+    })?;
+    Ok(Fused { states, u, pairs })
 }
 
+/// Mutants: 2 does not decay the state across a chunk, 3 does not write a chunk's last token, 4 is null (a renamed local).
 #[cube(launch_unchecked)]
 fn forward_kernel(
-    q: &Array<f32>,
-    k: &Array<f32>,
-    v: &Array<f32>,
-    g: &Array<f32>,
-    beta: &Array<f32>,
-    initial_state: ComptimeOption<Array<f32>>,
-    p: &Array<f32>,
-    t: &Array<f32>,
-    o: &mut Array<f32>,
-    final_state: &mut ComptimeOption<Array<f32>>,
-    states: &mut ComptimeOption<Array<f32>>,
-    saved_u: &mut ComptimeOption<Array<f32>>,
+    q: &Floats,
+    k: &Floats,
+    v: &Floats,
+    g: &Floats,
+    beta: &Floats,
+    initial_state: ComptimeOption<Floats>,
+    p: &Floats,
+    t: &Floats,
+    o: &mut Floats,
+    final_state: &mut ComptimeOption<Floats>,
+    states: &mut Floats,
+    saved_u: &mut Floats,
     scale: f32,
+    cubes: u32,
     time: usize,
     heads: usize,
     key: usize,
     value: usize,
     #[comptime] plan: Plan,
+    #[comptime] mutant: u32,
 ) {
+    let cube = CUBE_POS;
+    if cube >= cubes as usize {
+        terminate!();
+    }
     let size = comptime!(CHUNK);
     let span = comptime!(SPAN);
     let width = plan.columns;
@@ -173,8 +180,8 @@ fn forward_kernel(
     let product = comptime!(plan.product());
     let unit = UNIT_POS as usize;
     let column_blocks = value.div_ceil(width);
-    let chain = CUBE_POS_X as usize / column_blocks;
-    let first = CUBE_POS_X as usize % column_blocks * width;
+    let chain = cube / column_blocks;
+    let first = cube % column_blocks * width;
     let chunks = time.div_ceil(size);
     let spans = time.div_ceil(span);
     let j = tile::column(product);
@@ -207,15 +214,9 @@ fn forward_kernel(
         let start = n * size;
         let live = (time - start).min(size);
         sync_cube();
-        #[comptime]
-        match states {
-            ComptimeOption::Some(states) => {
-                if start % span == 0 {
-                    let at = (chain * spans + start / span) * (key * value);
-                    tile::store_state(&state, states, at, first, key, value, of_state);
-                }
-            }
-            ComptimeOption::None => {}
+        if start % span == 0 {
+            let at = (chain * spans + start / span) * (key * value);
+            tile::store_state(&state, states, at, first, key, value, of_state);
         }
         tile::load_pairs(p, &mut p_tile, chain * chunks + n, by_pair);
         tile::load_pairs(t, &mut t_tile, chain * chunks + n, by_pair);
@@ -273,14 +274,8 @@ fn forward_kernel(
             let i = tile::row(e, product);
             if start + i < time && first + j < value {
                 let at = token_at(chain, start + i, time, heads, value) + first + j;
-                o[at] = scale * read[e];
-                #[comptime]
-                match saved_u {
-                    ComptimeOption::Some(saved_u) => {
-                        saved_u[at] = recalled[e];
-                    }
-                    ComptimeOption::None => {}
-                }
+                o.set(at, scale * read[e]);
+                saved_u.set(at, recalled[e]);
             }
         }
 
@@ -307,10 +302,22 @@ fn forward_kernel(
                 #[unroll]
                 for e in 0..comptime!(product.elements()) {
                     let row = c + tile::row(e, product);
-                    recalled[e] = through[row] * state[(channel + row) * width + j];
+                    let held = state[(channel + row) * width + j];
+                    recalled[e] = through[row] * held;
+                    if comptime!(mutant == 2) {
+                        recalled[e] = held;
+                    }
+                    if comptime!(mutant == 4) {
+                        let renamed = through[row] * held;
+                        recalled[e] = renamed;
+                    }
+                }
+                let mut written = live;
+                if comptime!(mutant == 3) {
+                    written = live - 1;
                 }
                 let keys_t = comptime!(Plan::columns_of(by_channel));
-                multiply_add(&mut recalled, &keys, c, keys_t, &u, 0usize, by_columns, live, product);
+                multiply_add(&mut recalled, &keys, c, keys_t, &u, 0usize, by_columns, written, product);
                 #[unroll]
                 for e in 0..comptime!(product.elements()) {
                     state[(channel + c + tile::row(e, product)) * width + j] = recalled[e];

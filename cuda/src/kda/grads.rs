@@ -23,13 +23,17 @@
 //! their tokens times the factors towards the block's anchor to shared memory, then each sums over its partners.
 
 use cubecl::prelude::*;
-use cubecl::server::Handle;
-use dormouse_reference::kda::{Grads, Inputs};
+use dormouse_reference::Result;
+use dormouse_reference::kda::Grads;
 
-use super::forward::Saved;
+use super::dstate::Passed;
 use super::prep::from_anchor;
 use super::tile::{self, Part, Strides, Tile, clear, multiply_add};
-use super::{SPAN, Sizes, array, load_or_zero, token_at};
+use super::{Call, Fused, SPAN, bytes, load_or_zero, token_at};
+use crate::device::Device;
+use crate::launch::Grid;
+use crate::runtime::Engine;
+use crate::tensor::{Floats, Tensor};
 
 /// Channels of a block, and value columns of a block.
 const CHANNELS: usize = 16;
@@ -62,85 +66,78 @@ const ENTRY: usize = 3 * TOKENS.len();
 const EXIT: usize = ENTRY + STATE.len();
 const WORK: usize = EXIT + STATE.len();
 
-/// Bytes of shared memory that a cube takes.
-pub const SHARED_BYTES: usize = 4 * (SPAN * SQUARE + WORK + SPAN + CHANNELS);
-
-/// What the two passes over the states left.
-#[derive(Clone, Copy, Debug)]
-pub struct Passed<T> {
-    /// Of [`super::forward`].
-    pub saved: Saved<T>,
-    /// `[B, T, H, V]`, of [`super::dstate`].
-    pub z: T,
-    /// `[B, H, spans, K, V]`, of [`super::dstate`].
-    pub dstates: T,
-}
-
 /// Writes dq, dk, dg and dbeta; [`super::dstate`] has written dv and the gradient of the initial state.
-pub fn launch<R: Runtime>(
-    client: &ComputeClient<R>,
-    sizes: &Sizes,
-    scale: f32,
-    inputs: Inputs<&Handle>,
-    passed: Passed<&Handle>,
-    d_o: &Handle,
-    grads: Grads<&Handle>,
-) {
+pub(super) fn launch<R: Engine>(
+    b: &Device<R>,
+    call: &Call<'_>,
+    fused: &Fused,
+    passed: &Passed,
+    d_o: &Tensor,
+    grads: Grads<&Tensor>,
+) -> Result<()> {
+    let Call { inputs, sizes, scale } = call;
     let cubes = sizes.chains() * sizes.spans();
-    if cubes == 0 {
-        return;
-    }
-    // SAFETY: offsets stay inside the lengths given here, see `Sizes`.
-    unsafe {
-        grads_kernel::launch_unchecked::<R>(
-            client,
-            CubeCount::Static(cubes as u32, 1, 1),
-            CubeDim::new_1d(UNITS as u32),
-            array(inputs.q, sizes.keys()),
-            array(inputs.k, sizes.keys()),
-            array(inputs.v, sizes.values()),
-            array(inputs.g, sizes.keys()),
-            array(inputs.beta, sizes.tokens()),
-            array(passed.saved.u, sizes.values()),
-            array(passed.z, sizes.values()),
-            array(d_o, sizes.values()),
-            array(passed.saved.states, sizes.span_states()),
-            array(passed.dstates, sizes.span_states()),
-            array(grads.dq, sizes.keys()),
-            array(grads.dk, sizes.keys()),
-            array(grads.dg, sizes.keys()),
-            array(grads.dbeta, sizes.tokens()),
-            scale,
-            sizes.time,
-            sizes.heads,
-            sizes.key,
-            sizes.value,
-        );
-    }
+    let uses = [
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        inputs.g,
+        inputs.beta,
+        &fused.u,
+        &passed.z,
+        d_o,
+        &fused.states,
+        &passed.dstates,
+        grads.dq,
+        grads.dk,
+        grads.dg,
+        grads.dbeta,
+    ];
+    let mutant = super::mutant(b, 7..=10);
+    b.launch("kda::grads", Grid::cubes(cubes, UNITS as u32), bytes(uses), &uses, |client, count, dim| {
+        let [q, k, v, g, beta, u, z, d_o, states, dstates, dq, dk, dg, dbeta] = uses.map(|t| b.floats(t));
+        let (cubes, scale, time, heads) = (cubes as u32, *scale, sizes.time, sizes.heads);
+        let (key, value) = (sizes.key, sizes.value);
+        // SAFETY: shapes were checked by the caller; tokens, channels and columns that do not exist are not touched.
+        unsafe {
+            grads_kernel::launch_unchecked::<R>(
+                client, count, dim, q, k, v, g, beta, u, z, d_o, states, dstates, dq, dk, dg, dbeta, scale, cubes,
+                time, heads, key, value, mutant,
+            )
+        }
+    })
 }
 
+/// Mutants: 7 drops the decay of the whole span in dg, 8 drops beta in dk, 9 has a sign of dL wrong, 10 drops the pairs
+/// that straddle a token in dg.
 #[cube(launch_unchecked)]
 fn grads_kernel(
-    q: &Array<f32>,
-    k: &Array<f32>,
-    v: &Array<f32>,
-    g: &Array<f32>,
-    beta: &Array<f32>,
-    u: &Array<f32>,
-    z: &Array<f32>,
-    d_o: &Array<f32>,
-    states: &Array<f32>,
-    dstates: &Array<f32>,
-    dq: &mut Array<f32>,
-    dk: &mut Array<f32>,
-    dg: &mut Array<f32>,
-    dbeta: &mut Array<f32>,
+    q: &Floats,
+    k: &Floats,
+    v: &Floats,
+    g: &Floats,
+    beta: &Floats,
+    u: &Floats,
+    z: &Floats,
+    d_o: &Floats,
+    states: &Floats,
+    dstates: &Floats,
+    dq: &mut Floats,
+    dk: &mut Floats,
+    dg: &mut Floats,
+    dbeta: &mut Floats,
     scale: f32,
+    cubes: u32,
     time: usize,
     heads: usize,
     key: usize,
     value: usize,
+    #[comptime] mutant: u32,
 ) {
+    let cube = CUBE_POS;
+    if cube >= cubes as usize {
+        terminate!();
+    }
     let span = comptime!(SPAN);
     let square = comptime!(SQUARE);
     let width = comptime!(CHANNELS);
@@ -152,9 +149,9 @@ fn grads_kernel(
     let rows = comptime!(SUMS.elements());
     let unit = UNIT_POS as usize;
     let spans = time.div_ceil(span);
-    let chain = CUBE_POS_X as usize / spans;
-    let start = CUBE_POS_X as usize % spans * span;
-    let state_at = CUBE_POS_X as usize * key * value;
+    let chain = cube / spans;
+    let start = cube % spans * span;
+    let state_at = cube * key * value;
 
     let mut pairs = SharedMemory::<f32>::new(comptime!(SPAN * SQUARE));
     let mut work = SharedMemory::<f32>::new(comptime!(WORK));
@@ -184,7 +181,10 @@ fn grads_kernel(
         sync_cube();
         for n in 0..live {
             let later = work[third + y * stride + n];
-            let earlier = -work[second + y * stride + n];
+            let mut earlier = -work[second + y * stride + n];
+            if comptime!(mutant == 9) {
+                earlier = work[second + y * stride + n];
+            }
             #[unroll]
             for e in 0..comptime!(PAIRS.elements()) {
                 // dO_x . U_y, or -Z_y . U_x.
@@ -196,7 +196,7 @@ fn grads_kernel(
         if keeper {
             let v_at = token_at(chain, start + unit, time, heads, value) + first;
             for n in 0..live {
-                dbeta_sum += v[v_at + n] * work[second + unit * stride + n];
+                dbeta_sum += v.at(v_at + n) * work[second + unit * stride + n];
             }
         }
     }
@@ -256,6 +256,9 @@ fn grads_kernel(
         }
         sync_cube();
         if unit < width {
+            if comptime!(mutant == 7) {
+                through_sum = 0.0f32;
+            }
             through[unit] = through_sum * tile::decay(&work, 0usize, span, unit, stride);
         }
         #[unroll]
@@ -332,7 +335,9 @@ fn grads_kernel(
                 let is_row = (i / size) % 2 == 1;
                 let from = select(is_row, i, first);
                 let to = select(is_row, first + size, i);
-                dg_sum[e] += column_sum(&work, second, from, to, c);
+                if comptime!(mutant != 10) {
+                    dg_sum[e] += column_sum(&work, second, from, to, c);
+                }
             }
             size *= 2;
         }
@@ -344,9 +349,13 @@ fn grads_kernel(
             work[second + i * stride + c] = keys[e] * dr_sum[e];
             if start + i < time && channel + c < key {
                 let at = token_at(chain, start + i, time, heads, key) + channel + c;
-                dq[at] = dq_sum[e];
-                dk[at] = dk_sum[e] + strength[i] * dr_sum[e];
-                dg[at] = dg_sum[e];
+                dq.set(at, dq_sum[e]);
+                let mut erase = strength[i];
+                if comptime!(mutant == 8) {
+                    erase = 1.0f32;
+                }
+                dk.set(at, dk_sum[e] + erase * dr_sum[e]);
+                dg.set(at, dg_sum[e]);
             }
         }
         sync_cube();
@@ -357,7 +366,7 @@ fn grads_kernel(
         }
     }
     if keeper {
-        dbeta[keeper_at] = dbeta_sum;
+        dbeta.set(keeper_at, dbeta_sum);
     }
 }
 

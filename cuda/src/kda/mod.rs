@@ -1,12 +1,10 @@
-//! `kda` as GPU kernels: Kimi Delta Attention, forward and backward, in f32.
+//! `kda`: the equations are in `dormouse_reference::kda`, their derivation in `docs/kda.md`.
 //!
-//! The equations are those of `dormouse_reference::kda` and `docs/kda.md`. Two sets of kernels compute them:
+//! On a device the arm decides how the function is computed, and `Config::form`, `checkpoint_every` and `memory` change
+//! nothing:
 //!
-//! - [`plain`] runs the recurrence token by token. It is the specification on the device, and the yardstick.
-//! - [`prep`], [`forward`], [`dstate`] and [`grads`] are the fused set. The first three cut the sequence into chunks of
-//!   [`CHUNK`] tokens, the last into spans of [`SPAN`].
-//!
-//! The fused set in the order of its launches, with the names of `dormouse_reference::kda::chunked`:
+//! - [`plain`] runs the recurrence token by token.
+//! - `fused` cuts the sequence into chunks of [`CHUNK`] tokens, and for the gradients into spans of [`SPAN`]:
 //!
 //! | kernel | one cube | reads | writes |
 //! |---|---|---|---|
@@ -18,69 +16,92 @@
 //! U and Z do not depend on how the sequence is cut: row t of them is u_t and z_t of the recurrence. So `grads` may use
 //! spans longer than the chunks that U and Z were computed with, and no state is ever computed twice.
 //!
-//! A *chain* is one (batch entry, head); its index is batch * H + head, the order of the states `[B, H, K, V]`. Cubes are
-//! laid out along x only, because the other two axes end at 65535. Every sum has one fixed order and there are no
-//! atomics, so equal inputs give equal bits. No exponent is greater than zero, see `docs/kda.md` section 6.
+//! What forward leaves for backward is always kept. [`Memory::Recompute`](dormouse_reference::kda::Memory) has no use
+//! here: a step's scratch is laid out once and dies with the step, so computing a tensor again would take its memory
+//! twice.
+//!
+//! A *chain* is one (batch entry, head); its index is batch * H + head, the order of the states `[B, H, K, V]`. Every sum
+//! has one fixed order and there are no atomics, so equal inputs give equal bits. No exponent is greater than zero, see
+//! `docs/kda.md` section 6.
 //!
 //! Every kernel fits 32 KiB of shared memory a cube; `prep` and `grads` take a fixed amount below that, the others widen
 //! their tiles where there is more.
 //!
 //! Mesa's software Vulkan driver ends a unit's loops without an error once they have run some 65,500 times in all. Long
-//! sequences of wide heads (`plain::backward` with K = V = 64 and some 150 tokens, the fused kernels with some thousand)
-//! come out wrong there and nowhere else.
-//!
-//! Launches read nothing back and allocate nothing. B = 0 launches nothing; T = 0 copies states and is left to the caller.
+//! sequences of wide heads (K = V = 64 and some 300 tokens token by token, some thousand in chunks) come out wrong there
+//! and nowhere else.
 
-pub mod dstate;
-pub mod forward;
-pub mod grads;
-pub mod plain;
-pub mod prep;
+mod dstate;
+mod forward;
+mod grads;
+mod plain;
+mod prep;
 mod tile;
 
 use cubecl::prelude::*;
-use cubecl::server::Handle;
+use dormouse_reference::kda::{Config, Form, Grads, Inputs, Kda, Outputs};
+use dormouse_reference::{Dims, Error, Result};
+
+use crate::arm::{Arm, Mutant};
+use crate::device::Device;
+use crate::runtime::{self, Engine};
+use crate::tensor::{Floats, Tensor};
+use crate::words;
+
+const STEM: &str = "kda";
+
+/// Numbered from 1 in the kernels.
+pub(crate) const MUTANTS: &[Mutant] = &[
+    Mutant::fused("beta-dropped-in-l"),
+    Mutant::fused("state-not-decayed-across-a-chunk"),
+    Mutant::fused("last-token-of-a-chunk-not-written"),
+    Mutant::fused("null-renamed-local"),
+    Mutant::fused("gradient-of-the-final-state-dropped"),
+    Mutant::fused("erase-dropped-in-the-gradient-of-the-state"),
+    Mutant::fused("decay-of-the-whole-span-dropped-in-dg"),
+    Mutant::fused("beta-dropped-in-dk"),
+    Mutant::fused("sign-of-a-pair"),
+    Mutant::fused("straddling-pairs-dropped-in-dg"),
+];
 
 /// Tokens of a chunk: what `prep`, `forward` and `dstate` take in one step.
-pub const CHUNK: usize = 16;
+const CHUNK: usize = 16;
 
 /// Tokens of a span: the states at its borders are kept, and `grads` works on one at a time. A multiple of [`CHUNK`].
-pub const SPAN: usize = 64;
+const SPAN: usize = 64;
 
-/// Why a problem does not fit these kernels.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Unsupported {
-    /// An axis is out of range.
-    #[error("kda kernels: {axis} is {got}, expected {least} to {most}")]
-    Axis {
-        /// B, T, H, K or V.
-        axis: &'static str,
-        /// Its length.
-        got: usize,
-        /// The shortest length.
-        least: usize,
-        /// The longest length.
-        most: usize,
-    },
-    /// Offsets into a buffer would not fit the 32 bits that kernels compute them in.
-    #[error("kda kernels: the largest buffer would have {got} elements, expected less than 2^31; use a smaller batch")]
-    Elements {
-        /// Elements of the largest buffer.
-        got: u128,
-    },
-    /// Not even the smallest tiles fit the device's shared memory.
-    #[error("kda kernels: a cube needs {need} bytes of shared memory, the device has {got}")]
-    SharedMemory {
-        /// Bytes of the smallest variant.
-        need: usize,
-        /// Bytes that a cube may have.
-        got: usize,
-    },
+/// The longest K and V: a cube holds whole columns of the state.
+const WIDEST: usize = 256;
+
+/// What `forward` hands to `backward`.
+pub struct Saved {
+    inputs: Inputs<Tensor>,
+    kept: Kept,
+    arm: Arm,
 }
 
-/// Lengths of the axes, checked once: every offset of every kernel fits 31 bits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Sizes {
+/// What an arm leaves for its backward pass besides the inputs.
+enum Kept {
+    /// There were no tokens.
+    Nothing,
+    /// `[B, H, spans, K, V]`, S on entry to each span.
+    Plain { states: Tensor },
+    /// The same, with what every token wrote and the two matrices of every chunk.
+    Fused(Fused),
+}
+
+/// What the fused forward pass leaves.
+struct Fused {
+    /// `[B, H, spans, K, V]`, S on entry to each span.
+    states: Tensor,
+    /// `[B, T, H, V]`, what each token wrote.
+    u: Tensor,
+    pairs: prep::Pairs,
+}
+
+/// Lengths of the axes.
+#[derive(Clone, Copy, Debug)]
+struct Sizes {
     batch: usize,
     time: usize,
     heads: usize,
@@ -89,128 +110,207 @@ pub struct Sizes {
 }
 
 impl Sizes {
-    /// The longest K and V.
-    pub const WIDEST: usize = 256;
-
-    /// Checks B >= 0, T and H >= 1, K and V in 1..=256.
-    ///
-    /// # Errors
-    /// [`Unsupported`] for an axis out of range or a buffer of 2^31 elements or more.
-    pub fn new(batch: usize, time: usize, heads: usize, key: usize, value: usize) -> Result<Self, Unsupported> {
-        let most = i32::MAX as usize;
-        for (axis, got, least, most) in [
-            ("B", batch, 0, most),
-            ("T", time, 1, most),
-            ("H", heads, 1, most),
-            ("K", key, 1, Self::WIDEST),
-            ("V", value, 1, Self::WIDEST),
-        ] {
-            if got < least || got > most {
-                return Err(Unsupported::Axis { axis, got, least, most });
-            }
-        }
-        let chains = batch as u128 * heads as u128;
-        let (key_, value_) = (key as u128, value as u128);
-        let rows = chains * (time.next_multiple_of(CHUNK) as u128);
-        let states = chains * time.div_ceil(SPAN) as u128 * key_ * value_;
-        let scratch = chains * plain::scratch_per_chain(key, value) as u128;
-        let got = (rows * key_.max(value_).max(CHUNK as u128)).max(states).max(scratch);
-        if got > most as u128 {
-            return Err(Unsupported::Elements { got });
-        }
-        Ok(Self { batch, time, heads, key, value })
-    }
-
     /// B * H.
-    #[must_use]
-    pub fn chains(&self) -> usize {
+    fn chains(&self) -> usize {
         self.batch * self.heads
     }
 
     /// Chunks of a chain; the last may be short.
-    #[must_use]
-    pub fn chunks(&self) -> usize {
+    fn chunks(&self) -> usize {
         self.time.div_ceil(CHUNK)
     }
 
     /// Spans of a chain; the last may be short.
-    #[must_use]
-    pub fn spans(&self) -> usize {
+    fn spans(&self) -> usize {
         self.time.div_ceil(SPAN)
     }
 
-    /// Elements of a `[B, T, H, K]` tensor.
-    #[must_use]
-    pub fn keys(&self) -> usize {
-        self.chains() * self.time * self.key
+    /// The shape of a state.
+    fn state(&self) -> [usize; 4] {
+        [self.batch, self.heads, self.key, self.value]
     }
 
-    /// Elements of a `[B, T, H, V]` tensor.
-    #[must_use]
-    pub fn values(&self) -> usize {
-        self.chains() * self.time * self.value
-    }
-
-    /// Elements of a `[B, T, H]` tensor.
-    #[must_use]
-    pub fn tokens(&self) -> usize {
-        self.chains() * self.time
-    }
-
-    /// Elements of a `[B, H, K, V]` tensor.
-    #[must_use]
-    pub fn state(&self) -> usize {
-        self.chains() * self.key * self.value
-    }
-
-    /// Elements of the states at the spans' borders, `[B, H, spans, K, V]`.
-    #[must_use]
-    pub fn span_states(&self) -> usize {
-        self.state() * self.spans()
-    }
-
-    /// Elements of P or T, `[B, H, chunks, CHUNK, CHUNK]`.
-    #[must_use]
-    pub fn pairs(&self) -> usize {
-        self.chains() * self.chunks() * CHUNK * CHUNK
+    /// The shape of the states at the spans' borders.
+    fn span_states(&self) -> [usize; 5] {
+        [self.batch, self.heads, self.spans(), self.key, self.value]
     }
 }
 
-/// Bytes of shared memory that a cube may have on this device.
-#[must_use]
-pub fn shared_memory<R: Runtime>(client: &ComputeClient<R>) -> usize {
-    client.properties().hardware.max_shared_memory_size
+/// One call, checked.
+struct Call<'a> {
+    inputs: Inputs<&'a Tensor>,
+    sizes: Sizes,
+    scale: f32,
 }
 
-/// The widest of `widths` that `bytes` says fits.
-pub(crate) fn widest(widths: &[usize], available: usize, bytes: impl Fn(usize) -> usize) -> Result<usize, Unsupported> {
-    let fits = widths.iter().copied().find(|&width| bytes(width) <= available);
-    fits.ok_or_else(|| Unsupported::SharedMemory { need: bytes(widths[widths.len() - 1]), got: available })
+impl<R: Engine> Kda for Device<R> {
+    type Saved = Saved;
+
+    fn forward(&self, config: &Config, inputs: Inputs<&Tensor>) -> Result<(Outputs<Tensor>, Saved)> {
+        const OP: &str = "kda::forward";
+        let (call, _) = check(self, OP, config, inputs.clone())?;
+        let arm = self.forward_arm(STEM);
+        let o = self.float_scratch(inputs.v.shape())?;
+        let last = self.float_scratch(&call.sizes.state())?;
+        let kept = if call.sizes.time == 0 {
+            carry(self, inputs.initial_state, &last)?;
+            Kept::Nothing
+        } else {
+            let outputs = Outputs { o: &o, final_state: Some(&last) };
+            match arm {
+                Arm::Plain => Kept::Plain { states: plain::forward(self, &call, outputs)? },
+                Arm::Fused => {
+                    let pairs = prep::launch(self, &call)?;
+                    Kept::Fused(forward::launch(self, &call, pairs, outputs)?)
+                }
+            }
+        };
+        let inputs = inputs.map(|_, x| x.clone());
+        Ok((Outputs { o, final_state: Some(last) }, Saved { inputs, kept, arm }))
+    }
+
+    fn backward(&self, config: &Config, saved: &Saved, upstream: Outputs<&Tensor>) -> Result<Grads<Tensor>> {
+        const OP: &str = "kda::backward";
+        let inputs = saved.inputs.as_ref();
+        let (call, mut dims) = check(self, OP, config, inputs.clone())?;
+        dims.bind("o", upstream.o.shape(), &["B", "T", "H", "V"])?;
+        if let Some(last) = upstream.final_state {
+            dims.bind("final_state", last.shape(), &["B", "H", "K", "V"])?;
+        }
+        self.check_floats(OP, &upstream.clone().named())?;
+        self.note_backward(STEM, saved.arm);
+        let grads = Grads {
+            dq: self.float_scratch(inputs.q.shape())?,
+            dk: self.float_scratch(inputs.k.shape())?,
+            dv: self.float_scratch(inputs.v.shape())?,
+            dg: self.float_scratch(inputs.g.shape())?,
+            dbeta: self.float_scratch(inputs.beta.shape())?,
+            dinitial_state: match inputs.initial_state {
+                Some(_) => Some(self.float_scratch(&call.sizes.state())?),
+                None => None,
+            },
+        };
+        match &saved.kept {
+            Kept::Nothing => {
+                if let Some(first) = &grads.dinitial_state {
+                    carry(self, upstream.final_state, first)?;
+                }
+            }
+            Kept::Plain { states } => plain::backward(self, &call, states, upstream, grads.as_ref())?,
+            Kept::Fused(fused) => {
+                let passed = dstate::launch(self, &call, &fused.pairs, upstream.clone(), grads.as_ref())?;
+                grads::launch(self, &call, fused, &passed, upstream.o, grads.as_ref())?;
+            }
+        }
+        Ok(grads)
+    }
 }
 
-/// A buffer as an argument of a kernel.
-pub(crate) fn array<R: Runtime>(handle: &Handle, len: usize) -> ArrayArg<R> {
-    // SAFETY: `Sizes` gives the length of every buffer that the wrappers ask for, and says so in their documentation.
-    unsafe { ArrayArg::from_raw_parts(handle.clone(), len) }
+/// Without tokens a state arrives as it left, and so does its gradient.
+fn carry<R: Engine>(b: &Device<R>, from: Option<&Tensor>, into: &Tensor) -> Result<()> {
+    match from {
+        Some(from) => words::copy(b, from, into),
+        None => words::fill(b, into, 0),
+    }
 }
 
-/// A buffer that may be absent as an argument of a kernel.
-pub(crate) fn optional<R: Runtime>(handle: Option<&Handle>, len: usize) -> ComptimeOptionArgs<Array<f32>, R> {
-    handle.map(|handle| array(handle, len)).into()
+/// Checks everything that both passes get; the axes come with it.
+fn check<'a, R: Engine>(
+    b: &Device<R>,
+    op: &'static str,
+    config: &Config,
+    inputs: Inputs<&'a Tensor>,
+) -> Result<(Call<'a>, Dims)> {
+    check_config(op, config)?;
+    let mut dims = Dims::new(op);
+    for (name, tensor) in inputs.clone().named() {
+        let symbols: &[&str] = match name {
+            "v" => &["B", "T", "H", "V"],
+            "beta" => &["B", "T", "H"],
+            "initial_state" => &["B", "H", "K", "V"],
+            _ => &["B", "T", "H", "K"],
+        };
+        dims.bind(name, tensor.shape(), symbols)?;
+    }
+    dims.positive(&["H", "K", "V"])?;
+    b.check_floats(op, &inputs.clone().named())?;
+    let sizes = Sizes {
+        batch: dims.get("B"),
+        time: dims.get("T"),
+        heads: dims.get("H"),
+        key: dims.get("K"),
+        value: dims.get("V"),
+    };
+    for (arg, tensor, axis, got) in [("k", inputs.k, "K", sizes.key), ("v", inputs.v, "V", sizes.value)] {
+        if got > WIDEST {
+            let expected = format!("{axis} of at most {WIDEST} on a device; use more heads");
+            return Err(Error::Shape { op, arg, expected, got: tensor.shape().to_vec() });
+        }
+    }
+    let scale = config.scale.unwrap_or_else(|| (sizes.key as f64).powf(-0.5)) as f32;
+    Ok((Call { inputs, sizes, scale }, dims))
+}
+
+fn check_config(op: &'static str, config: &Config) -> Result<()> {
+    let refuse =
+        |field, expected: &str, got: String| Err(Error::Config { op, field, expected: expected.to_owned(), got });
+    if let Some(scale) = config.scale
+        && !scale.is_finite()
+    {
+        return refuse("scale", "finite, or none for K^(-1/2)", scale.to_string());
+    }
+    if config.form == (Form::Chunked { chunk: 0 }) {
+        return refuse("chunk", "at least 1", "0".to_owned());
+    }
+    if config.checkpoint_every == 0 {
+        return refuse("checkpoint_every", "at least 1", "0".to_owned());
+    }
+    Ok(())
+}
+
+/// The planted fault if it is one of this kernel's: the others need not be compiled again.
+fn mutant<R: Engine>(b: &Device<R>, of_kernel: std::ops::RangeInclusive<u32>) -> u32 {
+    let planted = b.mutant(STEM);
+    if of_kernel.contains(&planted) { planted } else { 0 }
+}
+
+/// The widest of `widths` whose tiles fit a cube's shared memory on this device.
+fn widest<R: Engine>(
+    b: &Device<R>,
+    kernel: &'static str,
+    widths: &[usize],
+    bytes: impl Fn(usize) -> usize,
+) -> Result<usize> {
+    let available = b.shared_memory();
+    widths.iter().copied().find(|&width| bytes(width) <= available).ok_or_else(|| {
+        let need = widths.iter().map(|&width| bytes(width)).min().unwrap_or_default();
+        let reason = format!("a cube needs {need} bytes of shared memory, the device has {available}");
+        runtime::Error::Launch { kernel: kernel.to_owned(), reason }.into()
+    })
+}
+
+/// A tensor that may be absent as an argument of a kernel.
+fn optional<R: Engine>(b: &Device<R>, tensor: Option<&Tensor>) -> ComptimeOptionArgs<Floats, R> {
+    tensor.map(|tensor| b.floats(tensor)).into()
+}
+
+/// Bytes of tensors, absent ones left out.
+fn bytes<'a>(tensors: impl IntoIterator<Item = &'a Tensor>) -> u64 {
+    tensors.into_iter().map(Tensor::bytes).sum()
 }
 
 /// First element of token `t` of a chain in a `[B, T, H, width]` tensor.
 #[cube]
-pub(crate) fn token_at(chain: usize, t: usize, time: usize, heads: usize, width: usize) -> usize {
+fn token_at(chain: usize, t: usize, time: usize, heads: usize, width: usize) -> usize {
     (((chain / heads) * time + t) * heads + chain % heads) * width
 }
 
 /// `x[at]`, or zero where there is nothing.
 #[cube]
-pub(crate) fn load_or_zero(x: &Array<f32>, at: usize, alive: bool) -> f32 {
+fn load_or_zero(x: &Floats, at: usize, alive: bool) -> f32 {
     let mut loaded = 0.0f32;
     if alive {
-        loaded = x[at];
+        loaded = x.at(at);
     }
     loaded
 }

@@ -15,9 +15,13 @@
 //! T is found column by column with forward substitution, x_i = [i = j] - sum_{m<i} L_im x_m, by one unit a column.
 
 use cubecl::prelude::*;
-use cubecl::server::Handle;
+use dormouse_reference::Result;
 
-use super::{CHUNK, Sizes, array, load_or_zero, token_at};
+use super::{CHUNK, Call, bytes, load_or_zero, token_at};
+use crate::device::Device;
+use crate::launch::Grid;
+use crate::runtime::Engine;
+use crate::tensor::{Floats, Tensor};
 
 /// Channels that a cube looks at at a time.
 const BLOCK: usize = 16;
@@ -28,60 +32,59 @@ const LEVELS: usize = CHUNK.trailing_zeros() as usize;
 /// Units of a cube: one a pair.
 const UNITS: usize = CHUNK * CHUNK;
 
-/// Bytes of shared memory that a cube takes.
-pub const SHARED_BYTES: usize = 4 * ((3 + LEVELS) * CHUNK * (BLOCK + 1) + 2 * CHUNK * (CHUNK + 1));
-
-/// Writes P and T of every chunk, each `[B, H, chunks, CHUNK, CHUNK]` with zeros above the diagonal. In a short last
-/// chunk the rows without a token are those of a token that is all zeros.
-pub fn launch<R: Runtime>(
-    client: &ComputeClient<R>,
-    sizes: &Sizes,
-    (q, k, g, beta): (&Handle, &Handle, &Handle, &Handle),
-    (p, t): (&Handle, &Handle),
-) {
-    let cubes = sizes.chains() * sizes.chunks();
-    if cubes == 0 {
-        return;
-    }
-    // SAFETY: offsets stay inside the lengths given here, see `Sizes`.
-    unsafe {
-        prep_kernel::launch_unchecked::<R>(
-            client,
-            CubeCount::Static(cubes as u32, 1, 1),
-            CubeDim::new_1d(UNITS as u32),
-            array(q, sizes.keys()),
-            array(k, sizes.keys()),
-            array(g, sizes.keys()),
-            array(beta, sizes.tokens()),
-            array(p, sizes.pairs()),
-            array(t, sizes.pairs()),
-            sizes.time,
-            sizes.heads,
-            sizes.key,
-        );
-    }
+/// P and T of every chunk, each `[B, H, chunks, CHUNK, CHUNK]` with zeros above the diagonal. In a short last chunk the
+/// rows without a token are those of a token that is all zeros.
+pub(super) struct Pairs {
+    pub p: Tensor,
+    pub t: Tensor,
 }
 
+/// Computes P and T.
+pub(super) fn launch<R: Engine>(b: &Device<R>, call: &Call<'_>) -> Result<Pairs> {
+    let Call { inputs, sizes, .. } = call;
+    let shape = [sizes.batch, sizes.heads, sizes.chunks(), CHUNK, CHUNK];
+    let pairs = Pairs { p: b.float_scratch(&shape)?, t: b.float_scratch(&shape)? };
+    let cubes = sizes.chains() * sizes.chunks();
+    let uses = [inputs.q, inputs.k, inputs.g, inputs.beta, &pairs.p, &pairs.t];
+    let mutant = super::mutant(b, 1..=1);
+    b.launch("kda::prep", Grid::cubes(cubes, UNITS as u32), bytes(uses), &uses, |client, count, dim| {
+        let [q, k, g, beta, p, t] = uses.map(|t| b.floats(t));
+        let (cubes, time, heads, key) = (cubes as u32, sizes.time, sizes.heads, sizes.key);
+        // SAFETY: shapes were checked by the caller; tokens and channels that do not exist are not read.
+        unsafe {
+            prep_kernel::launch_unchecked::<R>(client, count, dim, q, k, g, beta, p, t, cubes, time, heads, key, mutant)
+        }
+    })?;
+    Ok(pairs)
+}
+
+/// Mutants: 1 drops beta in L.
 #[cube(launch_unchecked)]
 fn prep_kernel(
-    q: &Array<f32>,
-    k: &Array<f32>,
-    g: &Array<f32>,
-    beta: &Array<f32>,
-    p: &mut Array<f32>,
-    t: &mut Array<f32>,
+    q: &Floats,
+    k: &Floats,
+    g: &Floats,
+    beta: &Floats,
+    p: &mut Floats,
+    t: &mut Floats,
+    cubes: u32,
     time: usize,
     heads: usize,
     key: usize,
+    #[comptime] mutant: u32,
 ) {
+    let cube = CUBE_POS;
+    if cube >= cubes as usize {
+        terminate!();
+    }
     let size = comptime!(CHUNK);
     let width = comptime!(BLOCK);
     let stride = comptime!(BLOCK + 1);
     let square = comptime!(CHUNK + 1);
     let unit = UNIT_POS as usize;
     let chunks = time.div_ceil(size);
-    let chain = CUBE_POS_X as usize / chunks;
-    let start = CUBE_POS_X as usize % chunks * size;
+    let chain = cube / chunks;
+    let start = cube % chunks * size;
     // As a loader this unit is token x and channel y of a block, as a worker the pair (x, y).
     let x = unit / size;
     let y = unit % size;
@@ -135,13 +138,17 @@ fn prep_kernel(
             sum += sink * keys[earlier * stride + c] * decay;
         }
     }
-    let out = CUBE_POS_X as usize * comptime!(CHUNK * CHUNK);
+    let out = cube * comptime!(CHUNK * CHUNK);
     if y <= x {
-        p[out + x * size + y] = sum;
+        p.set(out + x * size + y, sum);
     } else {
         let strength = load_or_zero(beta, token_at(chain, start + y, time, heads, 1usize), start + y < time);
-        lower[y * square + x] = strength * sum;
-        p[out + x * size + y] = 0.0f32;
+        let mut entry = strength * sum;
+        if comptime!(mutant == 1) {
+            entry = sum;
+        }
+        lower[y * square + x] = entry;
+        p.set(out + x * size + y, 0.0f32);
     }
     sync_cube();
     if unit < size {
@@ -161,7 +168,7 @@ fn prep_kernel(
     if y <= x {
         entry = inverse[x * square + y];
     }
-    t[out + x * size + y] = entry;
+    t.set(out + x * size + y, entry);
 }
 
 /// The sum of g between position `i` and the anchor of its block at the level of blocks of `size` tokens.

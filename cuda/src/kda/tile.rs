@@ -6,6 +6,7 @@
 use cubecl::prelude::*;
 
 use super::{load_or_zero, token_at};
+use crate::tensor::Floats;
 
 /// A result of `rows` by `columns`, `rows * columns / units` elements a unit: neighbouring rows of one column.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -83,7 +84,7 @@ pub(crate) fn multiply_add(
 /// memory from `into_at` on, with zeros for tokens and channels that do not exist.
 #[cube]
 pub(crate) fn load(
-    x: &Array<f32>,
+    x: &Floats,
     into: &mut SharedMemory<f32>,
     into_at: usize,
     chain: usize,
@@ -157,11 +158,11 @@ pub(crate) fn decay(
 
 /// Copies P or T of one chunk into shared memory.
 #[cube]
-pub(crate) fn load_pairs(x: &Array<f32>, into: &mut SharedMemory<f32>, number: usize, #[comptime] part: Part) {
+pub(crate) fn load_pairs(x: &Floats, into: &mut SharedMemory<f32>, number: usize, #[comptime] part: Part) {
     for n in 0..comptime!(part.per_unit()) {
         let i = part_row(n, part);
         let j = part_column(n, part);
-        into[i * comptime!(part.stride) + j] = x[(number * comptime!(part.rows) + i) * comptime!(part.columns) + j];
+        into[i * comptime!(part.stride) + j] = x.at((number * comptime!(part.rows) + i) * comptime!(part.columns) + j);
     }
 }
 
@@ -169,7 +170,7 @@ pub(crate) fn load_pairs(x: &Array<f32>, into: &mut SharedMemory<f32>, number: u
 /// from `into_at` on, with zeros past the state's edges.
 #[cube]
 pub(crate) fn load_state(
-    x: &Array<f32>,
+    x: &Floats,
     into: &mut SharedMemory<f32>,
     into_at: usize,
     at: usize,
@@ -194,7 +195,7 @@ pub(crate) fn load_state(
 #[cube]
 pub(crate) fn store_state(
     from: &SharedMemory<f32>,
-    x: &mut Array<f32>,
+    x: &mut Floats,
     at: usize,
     first: usize,
     key: usize,
@@ -205,7 +206,7 @@ pub(crate) fn store_state(
         let c = part_row(n, part);
         let j = first + part_column(n, part);
         if c < key && j < value {
-            x[at + c * value + j] = from[c * comptime!(part.stride) + part_column(n, part)];
+            x.set(at + c * value + j, from[c * comptime!(part.stride) + part_column(n, part)]);
         }
     }
 }

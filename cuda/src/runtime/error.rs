@@ -37,6 +37,20 @@ pub enum Error {
         /// The folders that were searched.
         looked: String,
     },
+    /// The library for matrix products is missing.
+    #[error(
+        "no cuBLASLt: libcublasLt.so is not on the library path; install the CUDA 13 toolkit (or the wheel \
+         nvidia-cublas) and put its lib64 on LD_LIBRARY_PATH, or take arm plain"
+    )]
+    NoGemmLibrary,
+    /// The committed table of product algorithms is broken.
+    #[error("gemm_table.tsv, line {line}: {reason}; take the line out, or measure it again")]
+    GemmTable {
+        /// The line, from 1.
+        line: usize,
+        /// What is wrong with it.
+        reason: String,
+    },
     /// No Vulkan adapter answers.
     #[error(
         "no software Vulkan adapter answers; install Mesa's: `apt-get install mesa-vulkan-drivers libvulkan1`, or \

@@ -22,6 +22,7 @@ use cudarc::driver::{CudaGraph, result as cu, sys};
 
 mod compile;
 mod error;
+pub mod gemm;
 mod gpu;
 mod library;
 mod panics;
@@ -49,7 +50,7 @@ pub struct Activity {
 }
 
 /// What a [`Device`](crate::Device) needs of a runtime besides cubecl's launches.
-pub trait Engine: cubecl::Runtime {
+pub trait Engine: gemm::Gemm {
     /// The backend's word in tables and on the command line.
     const WORD: &'static str;
 

@@ -38,6 +38,7 @@ use cudarc::driver::{CudaStream, DriverError, result as cu, sys};
 
 use super::compile::{self, Cache};
 use super::error::Error;
+use super::gemm::Library;
 use super::gpu::{self, ALIGNMENT, Gpu};
 use super::library::driver_error;
 
@@ -51,6 +52,8 @@ pub struct Shared {
     errors: Mutex<Vec<Error>>,
     capturing: Mutex<Option<StreamId>>,
     last_kernel: Mutex<&'static str>,
+    /// The library for matrix products, from the first one on.
+    products: Mutex<Option<Library>>,
     /// Kernels launched or recorded.
     pub launches: AtomicU64,
     /// Allocations of device memory.
@@ -79,6 +82,7 @@ impl Shared {
             errors: Mutex::new(Vec::new()),
             capturing: Mutex::new(None),
             last_kernel: Mutex::new("none"),
+            products: Mutex::new(None),
             launches: AtomicU64::new(0),
             allocations: AtomicU64::new(0),
             allocated: AtomicU64::new(0),
@@ -105,6 +109,19 @@ impl Shared {
     /// Says whose launches are being recorded.
     pub fn set_capturing(&self, by: Option<StreamId>) {
         *lock(&self.capturing) = by;
+    }
+
+    /// Refuses a launch from another thread than the one whose launches are being recorded.
+    pub fn check_capture(&self, kernel: &str, by: StreamId) -> Result<(), Error> {
+        match *lock(&self.capturing) {
+            Some(recorded) if recorded != by => Err(Error::ForeignLaunch { kernel: kernel.to_owned() }),
+            _ => Ok(()),
+        }
+    }
+
+    /// The library for matrix products, if there was one to compute.
+    pub fn products(&self) -> MutexGuard<'_, Option<Library>> {
+        lock(&self.products)
     }
 
     /// A failed call of the driver as an error.
@@ -297,10 +314,7 @@ impl Server {
     ) -> Result<(), Error> {
         let name = short_name(kernel.name());
         let fault = |reason: &str| Error::Launch { kernel: name.to_owned(), reason: reason.to_owned() };
-        let capturing = *lock(&self.shared.capturing);
-        if capturing.is_some_and(|by| by != stream_id) {
-            return Err(Error::ForeignLaunch { kernel: name.to_owned() });
-        }
+        self.shared.check_capture(name, stream_id)?;
         let stream = self.shared.stream()?.clone();
         let CubeCount::Static(x, y, z) = count else { return Err(fault("its cube count is on the device")) };
         if !arguments.tensor_maps.is_empty() {

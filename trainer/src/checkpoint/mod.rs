@@ -38,7 +38,7 @@ pub enum CheckpointError {
         "checkpoint: `{path}` needs {needed} bytes, {free} are free; free some space, or lower checkpoint.keep_last"
     )]
     NoSpace { path: PathBuf, needed: u64, free: u64 },
-    #[error("checkpoint: `{path}` is damaged: {problem}; an older one may be good")]
+    #[error("checkpoint: `{path}` is damaged: {problem}")]
     Damaged { path: PathBuf, problem: String },
     #[error("checkpoint: `{path}` has format {got}, expected {FORMAT}; use the version of dormouse that wrote it")]
     Format { path: PathBuf, got: u32 },

@@ -1,0 +1,249 @@
+//! `expert`: the equations are in `dormouse_reference::expert`, how each arm orders those of a map in
+//! [`factors`](crate::factors).
+//!
+//! Saved: the inputs, h and g and the activation, the short rows a of every map, and in arm `fused` the scaled factors.
+//! The derivatives of the activation are computed again in backward, which is cheaper than to write and read them.
+
+mod activation;
+mod fused;
+mod plain;
+
+use dormouse_reference::expert::{Config, Expert, Ffn, Grads, Inputs, Outputs, Params};
+use dormouse_reference::{Dims, Error, Precision, Result};
+
+use crate::arm::{Arm, Mutant};
+use crate::device::Device;
+use crate::factors::{self, Factors};
+use crate::runtime::Engine;
+use crate::tensor::Tensor;
+
+const STEM: &str = "expert";
+
+/// Numbered from 1: the first seven in the kernels of [`factors`], then those here.
+pub(crate) const MUTANTS: &[Mutant] = &[
+    Mutant::fused("forward-without-s"),
+    Mutant::fused("dx-without-s"),
+    Mutant::fused("du-without-s"),
+    Mutant::fused("dv-without-s"),
+    Mutant::fused("ds-times-s"),
+    Mutant::fused("ds-misses-last-row"),
+    Mutant::fused("null-renamed-local"),
+    Mutant::fused("plus-dropped"),
+    Mutant::fused("sigmoid-for-silu"),
+    Mutant::fused("gate-without-silu"),
+    Mutant::fused("slope-without-second-term"),
+    Mutant::fused("dh-without-gate"),
+    Mutant::fused("dg-without-h"),
+    Mutant::fused("du-misses-last-expert"),
+];
+
+/// What `forward` hands to `backward`.
+pub struct Saved {
+    u: Tensor,
+    params: Params<Tensor>,
+    /// `[E, N, F]`
+    h: Tensor,
+    /// `[E, N, F]`, with a gate.
+    g: Option<Tensor>,
+    /// `[E, N, F]`
+    act: Tensor,
+    maps: SavedMaps,
+}
+
+/// What each arm keeps of the maps.
+enum SavedMaps {
+    Plain { up: factors::plain::Saved, gate: Option<factors::plain::Saved>, down: factors::plain::Saved },
+    Fused(fused::Saved),
+}
+
+/// One call, checked.
+struct Call<'a> {
+    u: &'a Tensor,
+    params: &'a Params<Tensor>,
+    sizes: Sizes,
+}
+
+#[derive(Clone, Copy)]
+struct Sizes {
+    experts: usize,
+    rows: usize,
+    /// D.
+    width: usize,
+    /// F.
+    hidden: usize,
+    rank: usize,
+    precision: Precision,
+}
+
+impl Sizes {
+    /// Those of the maps up and gate.
+    fn up(&self) -> factors::Sizes {
+        factors::Sizes { experts: self.experts, inner: self.width, outer: self.hidden, rank: self.rank }
+    }
+
+    /// Those of the map down.
+    fn down(&self) -> factors::Sizes {
+        factors::Sizes { experts: self.experts, inner: self.hidden, outer: self.width, rank: self.rank }
+    }
+
+    fn hidden_shape(&self) -> [usize; 3] {
+        [self.experts, self.rows, self.hidden]
+    }
+}
+
+/// One backward call, checked.
+struct Backward<'a> {
+    call: Call<'a>,
+    saved: &'a Saved,
+    dy: &'a Tensor,
+    plus: Option<&'a Tensor>,
+    into: Params<&'a Tensor>,
+    du: &'a Tensor,
+}
+
+impl<R: Engine> Expert for Device<R> {
+    type Saved = Saved;
+
+    fn forward(
+        &self,
+        config: &Config,
+        inputs: Inputs<&Tensor>,
+        params: Params<&Tensor>,
+    ) -> Result<(Outputs<Tensor>, Saved)> {
+        const OP: &str = "expert::forward";
+        check_gate(OP, config.ffn, &params)?;
+        let u = inputs.u;
+        let mut dims = Dims::new(OP);
+        dims.bind_rows("u", u.shape(), "N", &["D"])?;
+        bind_params(&mut dims, params.clone().map(|_, p| p.shape()))?;
+        dims.positive(&["D", "E", "R", "F"])?;
+        self.check_floats(OP, &[("u", u)])?;
+        self.check_floats(OP, &params.clone().named())?;
+        let sizes = sizes(&dims, config);
+        let params = params.map(|_, p| p.clone());
+        let y = self.float_scratch(&[&[sizes.experts], u.shape()].concat())?;
+        let h = self.float_scratch(&sizes.hidden_shape())?;
+        let g = match config.ffn {
+            Ffn::Silu => None,
+            Ffn::Swiglu => Some(self.float_scratch(&sizes.hidden_shape())?),
+        };
+        let act = self.float_scratch(&sizes.hidden_shape())?;
+        let call = Call { u, params: &params, sizes };
+        let maps = match self.forward_arm(STEM) {
+            Arm::Plain => plain::forward(self, &call, &h, g.as_ref(), &act, &y)?,
+            Arm::Fused => SavedMaps::Fused(fused::forward(self, &call, &h, g.as_ref(), &act, &y)?),
+        };
+        Ok((Outputs { y }, Saved { u: u.clone(), params, h, g, act, maps }))
+    }
+
+    fn backward(
+        &self,
+        config: &Config,
+        saved: &Saved,
+        upstream: Outputs<&Tensor>,
+        plus: Option<&Tensor>,
+        into: Params<&Tensor>,
+    ) -> Result<Grads<Tensor>> {
+        const OP: &str = "expert::backward";
+        let Saved { u, params, h, g, act, maps } = saved;
+        let dy = upstream.y;
+        check_gate(OP, config.ffn, params)?;
+        check_gate(OP, config.ffn, &into)?;
+        let mut dims = Dims::new(OP);
+        dims.bind_rows("u", u.shape(), "N", &["D"])?;
+        bind_params(&mut dims, params.as_ref().map(|_, p| p.shape()))?;
+        bind_params(&mut dims, into.clone().map(|_, p| p.shape()))?;
+        dims.bind("y", &stacked(dy.shape()), &["E", "N", "D"])?;
+        let mut reads = vec![("u", u), ("y", dy), ("h", h), ("act", act)];
+        reads.extend(g.as_ref().map(|g| ("g", g)));
+        reads.extend(params.as_ref().named());
+        if let Some(plus) = plus {
+            dims.bind_rows("plus", plus.shape(), "N", &["D"])?;
+            reads.push(("plus", plus));
+        }
+        self.check_floats(OP, &reads)?;
+        for (arg, tensor) in into.clone().named() {
+            self.check_into(OP, arg, tensor, &reads)?;
+        }
+        let sizes = sizes(&dims, config);
+        let du = self.float_scratch(u.shape())?;
+        let call = Backward { call: Call { u, params, sizes }, saved, dy, plus, into, du: &du };
+        // No rows add nothing.
+        match maps {
+            SavedMaps::Plain { up, gate, down } => {
+                self.note_backward(STEM, Arm::Plain);
+                if sizes.rows > 0 {
+                    plain::backward(self, &call, up, gate.as_ref(), down)?;
+                }
+            }
+            SavedMaps::Fused(kept) => {
+                self.note_backward(STEM, Arm::Fused);
+                if sizes.rows > 0 {
+                    fused::backward(self, &call, kept)?;
+                }
+            }
+        }
+        Ok(Grads { du })
+    }
+}
+
+/// The factors of the map up.
+fn up<'a>(params: &Params<&'a Tensor>) -> Factors<'a> {
+    Factors { u: params.up_u, s: params.up_s, v: params.up_v }
+}
+
+/// The factors of the map down.
+fn down<'a>(params: &Params<&'a Tensor>) -> Factors<'a> {
+    Factors { u: params.down_u, s: params.down_s, v: params.down_v }
+}
+
+/// The factors of the map gate, if there is one.
+fn gate<'a>(params: &Params<&'a Tensor>) -> Option<Factors<'a>> {
+    Some(Factors { u: params.gate_u?, s: params.gate_s?, v: params.gate_v? })
+}
+
+fn check_gate<X>(op: &'static str, ffn: Ffn, params: &Params<X>) -> Result<()> {
+    let present =
+        [("gate_u", params.gate_u.is_some()), ("gate_s", params.gate_s.is_some()), ("gate_v", params.gate_v.is_some())];
+    for (arg, present) in present {
+        if present != (ffn == Ffn::Swiglu) {
+            let expected = match ffn {
+                Ffn::Silu => "absent because `ffn` is Silu",
+                Ffn::Swiglu => "present because `ffn` is Swiglu",
+            };
+            return Err(Error::Presence { op, arg, expected, got: if present { "present" } else { "absent" } });
+        }
+    }
+    Ok(())
+}
+
+fn bind_params(dims: &mut Dims, params: Params<&[usize]>) -> Result<()> {
+    for (arg, shape) in params.named() {
+        let symbols: &[&str] = match arg {
+            "up_u" | "gate_u" | "down_v" => &["E", "D", "R"],
+            "up_v" | "gate_v" | "down_u" => &["E", "F", "R"],
+            _ => &["E", "R"],
+        };
+        dims.bind(arg, shape, symbols)?;
+    }
+    Ok(())
+}
+
+/// `[E, .., D]` as `[E, N, D]`.
+fn stacked(shape: &[usize]) -> Vec<usize> {
+    match shape {
+        [first, middle @ .., last] => vec![*first, middle.iter().product(), *last],
+        _ => shape.to_vec(),
+    }
+}
+
+fn sizes(dims: &Dims, config: &Config) -> Sizes {
+    Sizes {
+        experts: dims.get("E"),
+        rows: dims.get("N"),
+        width: dims.get("D"),
+        hidden: dims.get("F"),
+        rank: dims.get("R"),
+        precision: config.precision,
+    }
+}
