@@ -81,11 +81,11 @@ pub struct Kernels {
 pub fn catalogue() -> &'static [Kernels] {
     const ALL: &[Kernels] = &[
         Kernels { stem: "controller", mutants: crate::controller::MUTANTS },
-        Kernels { stem: "expert", mutants: crate::expert::MUTANTS },
-        Kernels { stem: "linear", mutants: crate::linear::MUTANTS },
-        Kernels { stem: "kda", mutants: crate::kda::MUTANTS },
+        Kernels { stem: "decay_gate", mutants: crate::decay_gate::MUTANTS },
         Kernels { stem: "embedding", mutants: crate::embedding::MUTANTS },
-        Kernels { stem: "linear", mutants: &[] },
+        Kernels { stem: "expert", mutants: crate::expert::MUTANTS },
+        Kernels { stem: "kda", mutants: crate::kda::MUTANTS },
+        Kernels { stem: "linear", mutants: crate::linear::MUTANTS },
         Kernels { stem: "residual", mutants: &[] },
         Kernels { stem: "rms_norm", mutants: crate::rms_norm::MUTANTS },
         Kernels { stem: "spectral", mutants: crate::spectral::MUTANTS },

@@ -7,9 +7,10 @@ use dormouse_harness::description::{Gate, Operation, OperationOn, Run};
 use dormouse_harness::gates::{Context, Outcome, Report, Status, det, diff, poison};
 use dormouse_harness::named::{Named, Values};
 use dormouse_harness::ops::controller::ControllerOp;
+use dormouse_harness::ops::decay_gate::DecayGateOp;
+use dormouse_harness::ops::embedding::EmbeddingOp;
 use dormouse_harness::ops::expert::ExpertOp;
 use dormouse_harness::ops::kda::KdaOp;
-use dormouse_harness::ops::embedding::EmbeddingOp;
 use dormouse_harness::ops::linear::LinearOp;
 use dormouse_harness::ops::residual::ResidualOp;
 use dormouse_harness::ops::rms_norm::RmsNormOp;
@@ -82,13 +83,12 @@ fn on<'a, R: Engine>(
     gates: &'a [Gate],
     context: &'a Context,
 ) -> Box<dyn Iterator<Item = Vec<Report>> + 'a> {
-    let operations: [(&str, Ladder<R>); 6] = [
+    let operations: [(&str, Ladder<R>); 9] = [
         (ControllerOp::STEM, ladder::<R, ControllerOp>),
-        (ExpertOp::STEM, ladder::<R, ExpertOp>),
-    let operations: [(&str, Ladder<R>); 4] = [
-        (KdaOp::STEM, ladder::<R, KdaOp>),
-    let operations: [(&str, Ladder<R>); 4] = [
+        (DecayGateOp::STEM, ladder::<R, DecayGateOp>),
         (EmbeddingOp::STEM, ladder::<R, EmbeddingOp>),
+        (ExpertOp::STEM, ladder::<R, ExpertOp>),
+        (KdaOp::STEM, ladder::<R, KdaOp>),
         (LinearOp::STEM, ladder::<R, LinearOp>),
         (ResidualOp::STEM, ladder::<R, ResidualOp>),
         (RmsNormOp::STEM, ladder::<R, RmsNormOp>),
