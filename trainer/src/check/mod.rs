@@ -31,7 +31,7 @@ mod steps;
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Result, bail, ensure};
 use dormouse_cuda::{Arm, Cuda, Device, Engine, Lavapipe};
 use dormouse_reference::{Backend, Reference};
 
