@@ -80,14 +80,17 @@ pub struct Kernels {
 #[must_use]
 pub fn catalogue() -> &'static [Kernels] {
     const ALL: &[Kernels] = &[
+        Kernels { stem: "adamw", mutants: crate::adamw::MUTANTS },
         Kernels { stem: "controller", mutants: crate::controller::MUTANTS },
         Kernels { stem: "decay_gate", mutants: crate::decay_gate::MUTANTS },
         Kernels { stem: "embedding", mutants: crate::embedding::MUTANTS },
         Kernels { stem: "expert", mutants: crate::expert::MUTANTS },
         Kernels { stem: "kda", mutants: crate::kda::MUTANTS },
         Kernels { stem: "linear", mutants: crate::linear::MUTANTS },
+        Kernels { stem: "record", mutants: crate::record::MUTANTS },
         Kernels { stem: "residual", mutants: &[] },
         Kernels { stem: "rms_norm", mutants: crate::rms_norm::MUTANTS },
+        Kernels { stem: "sanitise", mutants: crate::sanitise::MUTANTS },
         Kernels { stem: "spectral", mutants: crate::spectral::MUTANTS },
     ];
     ALL

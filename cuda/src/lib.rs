@@ -10,6 +10,7 @@
 //!
 //! The crate builds without CUDA and loads the driver when it is asked for a device.
 
+mod adamw;
 mod arena;
 mod arm;
 mod controller;
@@ -23,10 +24,13 @@ mod launch;
 mod linear;
 pub mod matmul;
 mod price;
+mod ranges;
+mod record;
 mod residual;
 mod rms_norm;
 mod rows;
 pub mod runtime;
+mod sanitise;
 mod sigmoid;
 mod spectral;
 mod sum;

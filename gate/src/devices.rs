@@ -6,14 +6,17 @@ use dormouse_cuda::{Arm, Client, Cuda, Device, Engine, Lavapipe, catalogue};
 use dormouse_harness::description::{Gate, Operation, OperationOn, Run};
 use dormouse_harness::gates::{Context, Outcome, Report, Status, det, diff, poison};
 use dormouse_harness::named::{Named, Values};
+use dormouse_harness::ops::adamw::AdamwOp;
 use dormouse_harness::ops::controller::ControllerOp;
 use dormouse_harness::ops::decay_gate::DecayGateOp;
 use dormouse_harness::ops::embedding::EmbeddingOp;
 use dormouse_harness::ops::expert::ExpertOp;
 use dormouse_harness::ops::kda::KdaOp;
 use dormouse_harness::ops::linear::LinearOp;
+use dormouse_harness::ops::record::RecordOp;
 use dormouse_harness::ops::residual::ResidualOp;
 use dormouse_harness::ops::rms_norm::RmsNormOp;
+use dormouse_harness::ops::sanitise::SanitiseOp;
 use dormouse_harness::ops::spectral::SpectralOp;
 use dormouse_harness::runner::{OnBackend, Runner, upload};
 use dormouse_reference::{DType, Error, Reference, Tensors};
@@ -83,15 +86,18 @@ fn on<'a, R: Engine>(
     gates: &'a [Gate],
     context: &'a Context,
 ) -> Box<dyn Iterator<Item = Vec<Report>> + 'a> {
-    let operations: [(&str, Ladder<R>); 9] = [
+    let operations: [(&str, Ladder<R>); 12] = [
+        (AdamwOp::STEM, ladder::<R, AdamwOp>),
         (ControllerOp::STEM, ladder::<R, ControllerOp>),
         (DecayGateOp::STEM, ladder::<R, DecayGateOp>),
         (EmbeddingOp::STEM, ladder::<R, EmbeddingOp>),
         (ExpertOp::STEM, ladder::<R, ExpertOp>),
         (KdaOp::STEM, ladder::<R, KdaOp>),
         (LinearOp::STEM, ladder::<R, LinearOp>),
+        (RecordOp::STEM, ladder::<R, RecordOp>),
         (ResidualOp::STEM, ladder::<R, ResidualOp>),
         (RmsNormOp::STEM, ladder::<R, RmsNormOp>),
+        (SanitiseOp::STEM, ladder::<R, SanitiseOp>),
         (SpectralOp::STEM, ladder::<R, SpectralOp>),
     ];
     let client = R::open().map_err(|why| why.to_string());
