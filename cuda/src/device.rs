@@ -16,10 +16,12 @@ use ndarray::{ArrayD, ArrayViewD, IxDyn};
 
 use crate::arena::{self, Arena, Place};
 use crate::arm::{Arm, Arms};
-use crate::launch::{GRAPH, Grid, Ledger, Pass};
+use crate::launch::{GRAPH, Grid, Ledger};
 use crate::runtime::{self, Engine, gemm};
 use crate::tensor::{Buffer, FloatsLaunch, Life, MAX_ELEMENTS, Tensor, WORD, WordsLaunch};
 use crate::words;
+
+mod count;
 
 /// Bits that are NaN as a float and out of range as an id: what poisoned scratch holds.
 const POISON: u32 = u32::MAX;
@@ -116,26 +118,9 @@ impl<R: Engine> Device<R> {
         self.poison.set(on);
     }
 
-    /// Whether every launch and replay is waited for and timed. A step under timers is slow; its own time says nothing.
-    pub fn set_timers(&self, on: bool) {
-        self.timers.set(on);
-    }
-
     /// The runtime's client, for measurements that no ledger should see.
     pub(crate) fn client(&self) -> &ComputeClient<R> {
         &self.client
-    }
-
-    /// Launches, bytes and calls of everything that ran, replays included.
-    pub fn ledger(&self) -> Ledger {
-        let mut all = Ledger::default();
-        self.ledgers.borrow().values().for_each(|ledger| all.add(ledger));
-        all
-    }
-
-    /// The same of the steps of each purpose; the empty word stands for everything outside steps.
-    pub fn ledgers(&self) -> BTreeMap<&'static str, Ledger> {
-        self.ledgers.borrow().clone()
     }
 
     /// Takes this arm for every operation.
@@ -167,44 +152,6 @@ impl<R: Engine> Device<R> {
     /// The same for faults that are planted on the host: those of the fused arm do not reach the plain one.
     pub(crate) fn mutant_of(&self, stem: &str, arm: Arm) -> u32 {
         if arm == Arm::Fused { self.mutant(stem) } else { 0 }
-    }
-
-    /// The arm that a forward pass takes from here, noted as taken. Operations without a backward pass use it too.
-    pub(crate) fn forward_arm(&self, stem: &'static str) -> Arm {
-        let arm = self.arms.borrow().get(stem);
-        self.book(|ledger| ledger.call(stem, Pass::Forward, arm));
-        arm
-    }
-
-    /// Notes that a backward pass takes the arm its forward pass took.
-    pub(crate) fn note_backward(&self, stem: &'static str, arm: Arm) {
-        self.book(|ledger| ledger.call(stem, Pass::Backward, arm));
-    }
-
-    fn book(&self, entry: impl FnOnce(&mut Ledger)) {
-        entry(self.ledgers.borrow_mut().entry(self.running.get().unwrap_or_default()).or_default());
-    }
-
-    /// Notes that the host waits for the device.
-    fn note_sync(&self, cause: &'static str) {
-        self.book(|ledger| ledger.site(self.stage.get(), cause).syncs += 1);
-    }
-
-    /// Issues work; with timers on, waits for it and notes its time under `name`.
-    fn timed(&self, name: &'static str, issue: impl FnOnce() -> Result<()>) -> Result<()> {
-        if !self.timers.get() || self.capturing.borrow().is_some() {
-            return issue();
-        }
-        let mut issue = Some(issue);
-        let mut issued = Ok(());
-        let time = R::timed(&self.client, &mut || {
-            if let Some(issue) = issue.take() {
-                issued = issue();
-            }
-        })?;
-        issued?;
-        self.book(|ledger| ledger.site(self.stage.get(), name).device_ns += time.as_nanos() as u64);
-        Ok(())
     }
 
     /// How many steps have been captured.
@@ -260,12 +207,6 @@ impl<R: Engine> Device<R> {
         })?;
         self.note(kernel, bytes);
         Ok(())
-    }
-
-    /// Notes a launch, and the scratch that was laid out since the one before.
-    fn note(&self, kernel: &'static str, bytes: u64) {
-        let alloc_bytes = self.placed.take();
-        self.book(|ledger| ledger.note(self.stage.get(), kernel, bytes, alloc_bytes));
     }
 
     /// The same for a matrix product in the runtime's library; false if nothing was launched, because the runtime has no
