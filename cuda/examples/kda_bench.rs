@@ -149,28 +149,22 @@ fn timed<R: Engine>(
     Ok(())
 }
 
-/// Prints how long each kernel takes.
+/// Prints how long each kernel takes on the device, on average.
 fn kernels<R: Engine>(b: &Device<R>, precision: Precision, problem: &Problem) -> Result<()> {
-    let nothing = b.persistent(&[1], DType::F32)?;
-    b.set_timing(true);
+    let before = b.ledger();
+    b.set_timers(true);
     for _ in 0..GROUPS {
-        b.fill(&nothing, 0.0)?;
         pass(b, precision, problem)?;
     }
-    let mut times = b.take_times();
-    b.set_timing(false);
-    let base = times.remove("fill").map_or(Duration::ZERO, median);
-    for (name, times) in times {
-        let time = median(times).saturating_sub(base);
-        println!("{precision:?} {name}: {:.1} us", time.as_secs_f64() * 1e6);
+    b.set_timers(false);
+    for (&(stage, kernel), site) in &b.ledger().sites {
+        let earlier = before.sites.get(&(stage, kernel)).copied().unwrap_or_default();
+        let (launches, time) = (site.launches - earlier.launches, site.device_ns - earlier.device_ns);
+        if launches > 0 {
+            println!("{precision:?} {kernel}: {:.1} us", time as f64 / launches as f64 / 1e3);
+        }
     }
-    println!("{precision:?} a launch and a wait alone: {:.1} us", base.as_secs_f64() * 1e6);
     Ok(())
-}
-
-fn median(mut times: Vec<Duration>) -> Duration {
-    times.sort_unstable();
-    times[times.len() / 2]
 }
 
 fn download<R: Engine>(b: &Device<R>, results: Results) -> Result<Vec<(&'static str, ArrayD<f64>)>> {

@@ -8,7 +8,6 @@ use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use cubecl::client::ComputeClient;
 use cubecl::prelude::*;
@@ -17,10 +16,12 @@ use ndarray::{ArrayD, ArrayViewD, IxDyn};
 
 use crate::arena::{self, Arena, Place};
 use crate::arm::{Arm, Arms};
-use crate::launch::{Grid, Ledger, Pass};
+use crate::launch::{GRAPH, Grid, Ledger};
 use crate::runtime::{self, Engine, gemm};
 use crate::tensor::{Buffer, FloatsLaunch, Life, MAX_ELEMENTS, Tensor, WORD, WordsLaunch};
 use crate::words;
+
+mod count;
 
 /// Bits that are NaN as a float and out of range as an id: what poisoned scratch holds.
 const POISON: u32 = u32::MAX;
@@ -66,8 +67,11 @@ pub struct Device<R: Engine> {
     graphs: Cell<bool>,
     poison: Cell<bool>,
     captures: Cell<u64>,
-    /// How long each launch took, while launches are timed.
-    times: RefCell<Option<BTreeMap<&'static str, Vec<Duration>>>>,
+    /// The part of its work that the caller is at.
+    stage: Cell<&'static str>,
+    /// Bytes of scratch that no launch has been noted for yet.
+    placed: Cell<u64>,
+    timers: Cell<bool>,
     /// A device belongs to the thread that made it.
     _thread: std::marker::PhantomData<Rc<()>>,
 }
@@ -97,7 +101,9 @@ impl<R: Engine> Device<R> {
             graphs: Cell::new(R::GRAPHS),
             poison: Cell::new(false),
             captures: Cell::new(0),
-            times: RefCell::default(),
+            stage: Cell::new(""),
+            placed: Cell::new(0),
+            timers: Cell::new(false),
             _thread: std::marker::PhantomData,
         }
     }
@@ -112,27 +118,9 @@ impl<R: Engine> Device<R> {
         self.poison.set(on);
     }
 
-    /// Whether each launch from here on is timed by the wall clock, with a wait before and after it. What a launch and a
-    /// wait cost by themselves is in it. Not for captured steps.
-    pub fn set_timing(&self, on: bool) {
-        *self.times.borrow_mut() = on.then(BTreeMap::new);
-    }
-
-    /// The times of every kernel since the last call, in the order of its launches.
-    pub fn take_times(&self) -> BTreeMap<&'static str, Vec<Duration>> {
-        self.times.borrow_mut().as_mut().map(std::mem::take).unwrap_or_default()
-    }
-
-    /// Launches, bytes and calls of everything that ran, replays included.
-    pub fn ledger(&self) -> Ledger {
-        let mut all = Ledger::default();
-        self.ledgers.borrow().values().for_each(|ledger| all.add(ledger));
-        all
-    }
-
-    /// The same of the steps of each purpose; the empty word stands for everything outside steps.
-    pub fn ledgers(&self) -> BTreeMap<&'static str, Ledger> {
-        self.ledgers.borrow().clone()
+    /// The runtime's client, for measurements that no ledger should see.
+    pub(crate) fn client(&self) -> &ComputeClient<R> {
+        &self.client
     }
 
     /// Takes this arm for every operation.
@@ -166,22 +154,6 @@ impl<R: Engine> Device<R> {
         if arm == Arm::Fused { self.mutant(stem) } else { 0 }
     }
 
-    /// The arm that a forward pass takes from here, noted as taken. Operations without a backward pass use it too.
-    pub(crate) fn forward_arm(&self, stem: &'static str) -> Arm {
-        let arm = self.arms.borrow().get(stem);
-        self.book(|ledger| ledger.call(stem, Pass::Forward, arm));
-        arm
-    }
-
-    /// Notes that a backward pass takes the arm its forward pass took.
-    pub(crate) fn note_backward(&self, stem: &'static str, arm: Arm) {
-        self.book(|ledger| ledger.call(stem, Pass::Backward, arm));
-    }
-
-    fn book(&self, entry: impl FnOnce(&mut Ledger)) {
-        entry(self.ledgers.borrow_mut().entry(self.running.get().unwrap_or_default()).or_default());
-    }
-
     /// How many steps have been captured.
     pub fn captures(&self) -> u64 {
         self.captures.get()
@@ -204,6 +176,7 @@ impl<R: Engine> Device<R> {
 
     /// Waits until the device has done everything that was asked of it.
     pub fn sync(&self) -> Result<()> {
+        self.note_sync("sync");
         R::settle(&self.client)?;
         let waited = cubecl::future::block_on(self.client.sync());
         R::settle(&self.client)?;
@@ -232,7 +205,7 @@ impl<R: Engine> Device<R> {
             issue(&self.client, grid.count(), grid.cube_dim());
             Ok(())
         })?;
-        self.book(|ledger| ledger.note(kernel, bytes));
+        self.note(kernel, bytes);
         Ok(())
     }
 
@@ -246,27 +219,16 @@ impl<R: Engine> Device<R> {
         call: &gemm::Call,
         at: &gemm::Starts<'_>,
     ) -> Result<bool> {
-        let launched = self.timed(kernel, || Ok(R::gemm(&self.client, call, at)?))?;
+        let mut launched = false;
+        self.timed(kernel, || {
+            launched = R::gemm(&self.client, call, at)?;
+            Ok(())
+        })?;
         if launched {
             self.keep(uses);
-            self.book(|ledger| ledger.note(kernel, bytes));
+            self.note(kernel, bytes);
         }
         Ok(launched)
-    }
-
-    /// Issues a launch; waits before and after it, and notes the time, where times were asked for.
-    fn timed<T>(&self, kernel: &'static str, issue: impl FnOnce() -> Result<T>) -> Result<T> {
-        if self.times.borrow().is_none() {
-            return issue();
-        }
-        self.sync()?;
-        let start = Instant::now();
-        let issued = issue()?;
-        self.sync()?;
-        if let Some(times) = self.times.borrow_mut().as_mut() {
-            times.entry(kernel).or_default().push(start.elapsed());
-        }
-        Ok(issued)
     }
 
     /// Keeps memory alive that a captured launch uses.
@@ -380,14 +342,15 @@ impl<R: Engine> Device<R> {
         body: &mut dyn FnMut(&Self) -> Result<()>,
     ) -> Result<()> {
         if let Some(captured) = &recorded.captured {
-            R::replay(&self.client, &captured.graph)?;
-            self.book(|ledger| ledger.add(&captured.ledger));
+            self.timed(GRAPH, || Ok(R::replay(&self.client, &captured.graph)?))?;
+            self.book(|ledger| ledger.replay(&captured.ledger, self.stage.get()));
             return Ok(());
         }
         if recorded.runs >= 2 && self.graphs.get() {
             let captured = self.capture(body)?;
             arena::check_same(key.purpose, &recorded.layout, self.arena.borrow().layout())?;
-            R::replay(&self.client, &captured.graph)?;
+            self.timed(GRAPH, || Ok(R::replay(&self.client, &captured.graph)?))?;
+            self.book(|ledger| ledger.replay(&captured.ledger, self.stage.get()));
             self.captures.set(self.captures.get() + 1);
             recorded.captured = Some(captured);
             return Ok(());
@@ -420,9 +383,7 @@ impl<R: Engine> Device<R> {
             captured
         };
         ran?;
-        let captured = Captured { graph: graph?, ledger, _buffers: buffers };
-        self.book(|ledger| ledger.add(&captured.ledger));
-        Ok(captured)
+        Ok(Captured { graph: graph?, ledger, _buffers: buffers })
     }
 
     fn check_storage(&self, op: &'static str, shape: &[usize], dtype: DType) -> Result<u64> {
@@ -466,6 +427,7 @@ impl<R: Engine> Tensors for Device<R> {
             self.chunks.borrow_mut().push(chunk);
             Ok::<(), Error>(())
         })?;
+        self.placed.set(self.placed.get() + bytes);
         let tensor = Tensor {
             buffer: self.chunks.borrow()[place.chunk].clone(),
             start: place.offset / WORD,
@@ -520,6 +482,7 @@ impl<R: Engine> Tensors for Device<R> {
         let words = to_words(values, into.dtype)?;
         let bytes: &[u8] = bytemuck::cast_slice(&words);
         if R::write(&self.client, into.buffer.part(into.start * WORD, into.bytes()), bytes)? {
+            self.note_sync("upload");
             return Ok(());
         }
         let buffer = Arc::new(Buffer::new(self.client.create_from_slice(bytes)));
@@ -535,6 +498,7 @@ impl<R: Engine> Tensors for Device<R> {
         let values = if tensor.is_empty() {
             Vec::new()
         } else {
+            self.note_sync("download");
             R::settle(&self.client)?;
             let read = self.client.read_one(tensor.buffer.part(tensor.start * WORD, tensor.bytes()));
             // The runtime's own error says more than cubecl's form of it.
@@ -586,11 +550,16 @@ impl<R: Engine> Tensors for Device<R> {
         words::copy(self, &aside, into)
     }
 
+    fn stage(&self, stage: &'static str) {
+        self.stage.set(stage);
+    }
+
     fn step(&self, key: &StepKey, body: &mut dyn FnMut(&Self) -> Result<()>) -> Result<()> {
         if let Some(outer) = self.running.get() {
             return Err(Error::NestedStep { outer, inner: key.purpose });
         }
         self.advance();
+        self.placed.set(0);
         self.running.set(Some(key.purpose));
         let mut recorded = self.steps.borrow_mut().remove(key).unwrap_or_default();
         let result = self.run(key, &mut recorded, body);

@@ -65,6 +65,34 @@ pub struct Launches {
     pub bytes: u64,
 }
 
+/// What one kernel has done in one stage of the caller's work, and what the host did there.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Site {
+    /// Launches one by one.
+    pub launches: u64,
+    /// Runs as a node of a replayed graph.
+    pub nodes: u64,
+    /// Bytes of scratch that were laid out for it.
+    pub alloc_bytes: u64,
+    /// Times the host waited for the device.
+    pub syncs: u64,
+    /// Time on the device in nanoseconds, where timers were on.
+    pub device_ns: u64,
+}
+
+impl Site {
+    fn add(&mut self, other: &Site) {
+        self.launches += other.launches;
+        self.nodes += other.nodes;
+        self.alloc_bytes += other.alloc_bytes;
+        self.syncs += other.syncs;
+        self.device_ns += other.device_ns;
+    }
+}
+
+/// The word that stands for a whole graph among the kernels of [`Ledger::sites`].
+pub const GRAPH: &str = "graph";
+
 /// Which half of an operation was called.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Pass {
@@ -81,14 +109,24 @@ pub struct Ledger {
     pub kernels: BTreeMap<&'static str, Launches>,
     /// How often an operation was called, by stem, half and arm.
     pub calls: BTreeMap<(&'static str, Pass, Arm), u64>,
+    /// Kernels, host waits and replays by the caller's stage and their name.
+    pub sites: BTreeMap<(&'static str, &'static str), Site>,
 }
 
 impl Ledger {
-    /// Notes one launch.
-    pub(crate) fn note(&mut self, kernel: &'static str, bytes: u64) {
+    /// Notes one launch of a kernel, for which `alloc_bytes` of scratch were laid out.
+    pub(crate) fn note(&mut self, stage: &'static str, kernel: &'static str, bytes: u64, alloc_bytes: u64) {
         let entry = self.kernels.entry(kernel).or_default();
         entry.count += 1;
         entry.bytes += bytes;
+        let site = self.site(stage, kernel);
+        site.launches += 1;
+        site.alloc_bytes += alloc_bytes;
+    }
+
+    /// What is known of a kernel, a wait or a replay in a stage.
+    pub(crate) fn site(&mut self, stage: &'static str, name: &'static str) -> &mut Site {
+        self.sites.entry((stage, name)).or_default()
     }
 
     /// Notes one call of an operation.
@@ -96,8 +134,19 @@ impl Ledger {
         *self.calls.entry((stem, pass, arm)).or_default() += 1;
     }
 
-    /// Adds another ledger: what a replay does.
+    /// Adds one replay of a captured step: its launches are nodes now.
+    pub(crate) fn replay(&mut self, captured: &Ledger, stage: &'static str) {
+        let as_nodes = |site: &Site| Site { launches: 0, nodes: site.launches, ..*site };
+        let sites = captured.sites.iter().map(|(name, site)| (*name, as_nodes(site))).collect();
+        self.add(&Ledger { sites, ..captured.clone() });
+        self.site(stage, GRAPH).launches += 1;
+    }
+
+    /// Adds what another ledger counted.
     pub fn add(&mut self, other: &Ledger) {
+        for (name, site) in &other.sites {
+            self.sites.entry(*name).or_default().add(site);
+        }
         for (call, count) in &other.calls {
             *self.calls.entry(*call).or_default() += count;
         }
@@ -138,15 +187,18 @@ mod tests {
     #[test]
     fn a_replay_adds_what_was_captured() {
         let mut step = Ledger::default();
-        step.note("fill", 8);
-        step.note("fill", 4);
-        step.note("copy", 1);
+        step.note("forward", "fill", 8, 512);
+        step.note("backward", "fill", 4, 0);
+        step.note("forward", "copy", 1, 0);
         let mut all = step.clone();
         all.call("kda", Pass::Backward, Arm::Fused);
         step.call("kda", Pass::Backward, Arm::Fused);
-        all.add(&step);
+        all.replay(&step, "replay");
         assert_eq!(all.calls[&("kda", Pass::Backward, Arm::Fused)], 2);
         assert_eq!((all.count(), all.bytes()), (6, 26));
         assert_eq!(all.kernels["fill"], Launches { count: 4, bytes: 24 });
+        let fill = Site { launches: 1, nodes: 1, alloc_bytes: 1024, ..Site::default() };
+        assert_eq!(all.sites[&("forward", "fill")], fill);
+        assert_eq!(all.sites[&("replay", GRAPH)].launches, 1);
     }
 }

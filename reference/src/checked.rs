@@ -86,6 +86,9 @@ impl<B: Tensors> Tensors for Checked<B> {
     fn keep(&self, from: &Self::Tensor, into: &Self::Tensor) -> Result<()> {
         self.0.keep(from, into)
     }
+    fn stage(&self, stage: &'static str) {
+        self.0.stage(stage);
+    }
     fn step(&self, key: &StepKey, _body: &mut dyn FnMut(&Self) -> Result<()>) -> Result<()> {
         Err(Error::HostExchangeInStep { op: "Checked", step: key.purpose })
     }

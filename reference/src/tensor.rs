@@ -133,6 +133,10 @@ pub trait Tensors {
     /// [`keep`](Tensors::keep) or by operations that write persistent memory.
     fn step(&self, key: &StepKey, body: &mut dyn FnMut(&Self) -> Result<()>) -> Result<()>;
 
+    /// Says which part of its work the caller begins, such as `backward`. Backends that count attribute what follows to
+    /// it; the others do nothing.
+    fn stage(&self, _stage: &'static str) {}
+
     /// The same memory as another shape with as many elements.
     fn reshape(&self, tensor: &Self::Tensor, shape: &[usize]) -> Result<Self::Tensor> {
         self.view(tensor, 0, shape)

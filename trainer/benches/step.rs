@@ -1,15 +1,16 @@
 //! The `nano` training step on the reference: forward, backward, optimiser, retraction.
 
 use criterion::{Criterion, criterion_group, criterion_main};
-use dormouse::config::preset;
+use dormouse::backend::build;
+use dormouse::config::{Backend, preset};
 use dormouse::data::Batch;
-use dormouse::learner::build;
 use dormouse::{host, rng};
 use rand::RngExt;
 
 fn step(c: &mut Criterion) {
     host::keep_freed_memory();
-    let config = preset("nano").expect("nano is a preset");
+    let mut config = preset("nano").expect("nano is a preset");
+    config.run.backend = Backend::Cpu;
     let (rows, len) = (config.train.batch_rows, config.data.seq_bytes);
     let mut random = rng::stream(1, rng::Purpose::Test, 0, 0);
     let bytes: Vec<u8> = (0..rows * (len + 1)).map(|_| random.random_range(97..123)).collect();

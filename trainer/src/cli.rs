@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use clap::{Args, Parser, Subcommand};
 use toml::Value;
 
-use crate::config::Sources;
-use crate::train::{Request, Resume};
+use crate::config::{Backend, Math, Sources};
+use crate::train::{Request, Resume, Watch};
 
 /// dormouse trains byte-level language models with Kimi Delta Attention.
 #[derive(Debug, Parser)]
@@ -42,6 +42,15 @@ pub enum Command {
     Inspect(InspectArgs),
     /// Score n-gram models on the windows a model would be scored on.
     Anchors(AnchorsArgs),
+    /// Print which arm of each operation runs, and why.
+    Arms(ArmsArgs),
+    /// Read what a run launched, step by step.
+    #[command(subcommand)]
+    Atlas(AtlasCommand),
+    /// Check a backend on this machine: gradients, determinism, resumption, counters.
+    Check(CheckArgs),
+    /// Time the training step.
+    Bench(BenchArgs),
     /// Run the batch of a bundle that a run left when it stopped being finite.
     Replay(ReplayArgs),
 }
@@ -95,6 +104,46 @@ impl ConfigArgs {
     }
 }
 
+/// What a run computes on.
+#[derive(Clone, Debug, Default, Args)]
+pub struct RunArgs {
+    /// What computes: cuda where a GPU answers, else cpu (auto); or one of them [default: auto].
+    #[arg(long, value_name = "BACKEND", help_heading = "Device")]
+    pub backend: Option<Backend>,
+    /// Arithmetic of matrix products [default: f32].
+    #[arg(long, value_name = "PRECISION", help_heading = "Device")]
+    pub precision: Option<Math>,
+    /// Arm of an operation, or of all of them; may be repeated [default: fused where a receipt vouches for it].
+    #[arg(long, value_name = "STEM=plain|fused", help_heading = "Device")]
+    pub arm: Vec<String>,
+    /// Admit fused kernels that no receipt vouches for, and mark what comes of it.
+    #[arg(long, help_heading = "Device")]
+    pub unverified: bool,
+    /// Launch every step kernel by kernel instead of replaying a graph; the bits are the same.
+    #[arg(long, help_heading = "Device")]
+    pub no_graph: bool,
+}
+
+impl RunArgs {
+    fn flags(&self) -> Vec<(String, Value)> {
+        let mut flags = Vec::new();
+        let mut push = |key: &str, value: Option<Value>| flags.extend(value.map(|value| (key.to_owned(), value)));
+        push("run.backend", self.backend.map(|backend| Value::String(backend.word().into())));
+        push("run.precision", self.precision.map(|precision| Value::String(precision.word().into())));
+        let arms = self.arm.iter().map(|arm| Value::String(arm.clone())).collect();
+        push("run.arms", (!self.arm.is_empty()).then_some(Value::Array(arms)));
+        push("run.unverified", self.unverified.then_some(Value::Boolean(true)));
+        push("run.graph", self.no_graph.then_some(Value::Boolean(false)));
+        flags
+    }
+
+    /// These arguments after those of a configuration.
+    pub fn over(&self, mut sources: Sources) -> Sources {
+        sources.flags.extend(self.flags());
+        sources
+    }
+}
+
 /// Arguments of `train`.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
@@ -110,6 +159,15 @@ pub struct TrainArgs {
     /// Configuration and data.
     #[command(flatten)]
     pub config: ConfigArgs,
+    /// What computes.
+    #[command(flatten)]
+    pub run: RunArgs,
+    /// Write what every step launched to this file; `dormouse atlas` reads it.
+    #[arg(long, value_name = "FILE", help_heading = "Device")]
+    pub atlas: Option<PathBuf>,
+    /// Time kernels on the device at log cadence; with --no-graph one by one, else a graph as a whole.
+    #[arg(long, help_heading = "Device")]
+    pub timers: bool,
     /// Optimiser updates in the whole run; the learning rate's schedule follows from it.
     #[arg(long, value_name = "N", help_heading = "Training")]
     pub steps: Option<u32>,
@@ -160,7 +218,7 @@ pub struct TrainArgs {
 impl TrainArgs {
     /// What these arguments ask for; `command` is the command line itself.
     pub fn request(&self, command: Vec<String>) -> Request {
-        let mut sources = self.config.sources();
+        let mut sources = self.run.over(self.config.sources());
         let mut push =
             |key: &str, value: Option<Value>| sources.flags.extend(value.map(|value| (key.to_owned(), value)));
         let integer = |value: Option<u32>| value.map(|value| Value::Integer(value.into()));
@@ -184,6 +242,7 @@ impl TrainArgs {
             allow_change: self.allow_change.clone(),
             command,
             quiet: self.quiet,
+            watch: Watch { atlas: self.atlas.clone(), timers: self.timers },
         }
     }
 }
@@ -206,6 +265,9 @@ pub struct EvalArgs {
     /// One value by its key, for example data.eval_windows=1000; may be repeated.
     #[arg(long, value_name = "KEY=VALUE")]
     pub set: Vec<String>,
+    /// What computes [default: what trained it, or what answers where that does not].
+    #[arg(long, value_name = "BACKEND")]
+    pub backend: Option<Backend>,
 }
 
 /// Arguments of `generate`.
@@ -235,6 +297,9 @@ pub struct GenerateArgs {
     /// Use the checkpoint with the fewest held-out bits per byte instead of the newest.
     #[arg(long)]
     pub best: bool,
+    /// What computes [default: what trained it, or what answers where that does not].
+    #[arg(long, value_name = "BACKEND")]
+    pub backend: Option<Backend>,
 }
 
 /// Arguments of `inspect`.
@@ -247,6 +312,9 @@ pub struct InspectArgs {
     /// Configuration and data.
     #[command(flatten)]
     pub config: ConfigArgs,
+    /// What computes.
+    #[command(flatten)]
+    pub device: RunArgs,
     /// Inspect this run folder instead.
     #[arg(long, value_name = "RUN")]
     pub run: Option<PathBuf>,
@@ -265,6 +333,111 @@ pub struct AnchorsArgs {
     /// Print one JSON object instead of a table.
     #[arg(long)]
     pub json: bool,
+}
+
+/// Arguments of `arms`.
+#[derive(Debug, Args)]
+pub struct ArmsArgs {
+    /// Configuration.
+    #[command(flatten)]
+    pub config: ConfigArgs,
+    /// What computes.
+    #[command(flatten)]
+    pub run: RunArgs,
+}
+
+/// What to read from an atlas.
+#[derive(Debug, Subcommand)]
+pub enum AtlasCommand {
+    /// The kernels with the most device time and runs, a step on the average.
+    Top {
+        /// File that `train --atlas` wrote.
+        file: PathBuf,
+        /// Rows.
+        #[arg(short, default_value_t = 100)]
+        n: usize,
+    },
+    /// One run minus another, kernel by kernel.
+    Diff {
+        /// File of the one run.
+        a: PathBuf,
+        /// File of the other.
+        b: PathBuf,
+        /// Key that the runs may differ in, such as arm.kda; may be repeated.
+        #[arg(long, value_name = "KEY")]
+        key: Vec<String>,
+        /// Rows.
+        #[arg(short, default_value_t = 100)]
+        n: usize,
+    },
+}
+
+/// Arguments of `check`.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  dormouse check                                      the GPU of this machine, or the reference
+  dormouse check --backend cuda --precision f32,tf32,bf16
+
+Exit code 1 if a check is red. A check that this machine cannot run is NOTRUN and not red.")]
+pub struct CheckArgs {
+    /// What to check [default: auto].
+    #[arg(long, value_name = "BACKEND", default_value = "auto", hide_default_value = true)]
+    pub backend: Backend,
+    /// Arithmetic of matrix products; several with commas.
+    #[arg(long, value_name = "PRECISION", value_delimiter = ',', default_value = "f32")]
+    pub precision: Vec<Math>,
+    /// Arms to check, all operations on one arm at a time; several with commas.
+    #[arg(long, value_name = "ARM", value_delimiter = ',', default_value = "plain,fused")]
+    pub arms: Vec<String>,
+    /// Only checks whose name contains this.
+    #[arg(long, value_name = "NAME")]
+    pub only: Option<String>,
+    /// Small shapes and few steps: for slow devices.
+    #[arg(long)]
+    pub quick: bool,
+}
+
+/// Arguments of `bench`.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  dormouse bench --steps 300                          the step of `nano` on what answers
+  dormouse bench --backend cuda --append benches/history.tsv --note 'after the new gemm'
+
+The first 50 steps are never timed: they compile, lay out memory, capture and warm up.")]
+pub struct BenchArgs {
+    /// Configuration and data.
+    #[command(flatten)]
+    pub config: ConfigArgs,
+    /// What computes.
+    #[command(flatten)]
+    pub run: RunArgs,
+    /// Rows in a step.
+    #[arg(long, value_name = "ROWS")]
+    pub batch: Option<u32>,
+    /// Steps of each process; those from the 51st on are timed.
+    #[arg(long, value_name = "N", default_value_t = 250)]
+    pub steps: u64,
+    /// Processes; the difference between their medians is the run-to-run spread.
+    #[arg(long, value_name = "N", default_value_t = 2)]
+    pub processes: u32,
+    /// Append the row to this history.
+    #[arg(long, value_name = "FILE")]
+    pub append: Option<PathBuf>,
+    /// Note at the end of the row.
+    #[arg(long, value_name = "TEXT", default_value = "-")]
+    pub note: String,
+    /// Measure in this process and print one JSON object.
+    #[arg(long, hide = true)]
+    pub one: bool,
+}
+
+impl BenchArgs {
+    /// The sources of the configuration that is timed.
+    pub fn sources(&self) -> Sources {
+        let mut sources = self.run.over(self.config.sources());
+        sources.flags.extend(self.batch.map(|rows| ("train.batch_rows".to_owned(), Value::Integer(rows.into()))));
+        sources
+    }
 }
 
 /// Arguments of `replay`.
@@ -292,7 +465,7 @@ mod tests {
     use clap::{CommandFactory, Parser};
 
     use super::{Cli, Command};
-    use crate::config::resolve;
+    use crate::config::{Backend, Math, resolve};
 
     #[test]
     fn the_definition_is_consistent() {
@@ -302,7 +475,8 @@ mod tests {
     #[test]
     fn flags_reach_the_configuration() {
         let line = "dormouse train --preset tiny --set optimizer.lr=5 --lr 0.25 --steps 7 --batch 6 --accumulate 3 --seq 12 \
-                    --seed 9 --data d --eval e --overfit-one-batch --eval-every 4 --save-every 5 --log-every 6";
+                    --seed 9 --data d --eval e --overfit-one-batch --eval-every 4 --save-every 5 --log-every 6 \
+                    --backend cuda --precision bf16 --arm rms_norm=plain --arm residual=fused --unverified --no-graph";
         let Command::Train(arguments) = Cli::try_parse_from(line.split_whitespace()).unwrap().command else {
             panic!("not train");
         };
@@ -313,6 +487,9 @@ mod tests {
         assert_eq!((config.data.seq_bytes, config.seed, config.train.overfit_one_batch), (12, 9, true));
         assert_eq!(config.data.path.as_deref(), Some("d".as_ref()));
         assert_eq!(config.data.eval_path.as_deref(), Some("e".as_ref()));
+        assert_eq!((config.run.backend, config.run.precision), (Backend::Cuda, Math::Bf16));
+        assert_eq!(config.run.arms, ["rms_norm=plain", "residual=fused"]);
+        assert_eq!((config.run.unverified, config.run.graph), (true, false));
         assert_eq!((config.log.eval_every_steps, config.checkpoint.every_steps, config.log.every_steps), (4, 5, 6));
     }
 }

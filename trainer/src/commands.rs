@@ -8,15 +8,20 @@ use std::time::Duration;
 use anyhow::{Context, bail, ensure};
 
 use crate::anchors::{Anchors, FIT_LIMIT_BYTES};
+use crate::backend;
 use crate::checkpoint::{self, Loaded};
-use crate::cli::{AnchorsArgs, Command, EvalArgs, GenerateArgs, InspectArgs, ReplayArgs, TrainArgs};
-use crate::config::{Config, ConfigError, Sources, resolve};
+use crate::cli::{
+    AnchorsArgs, ArmsArgs, AtlasCommand, Command, EvalArgs, GenerateArgs, InspectArgs, ReplayArgs, TrainArgs,
+};
+use crate::config::{Backend, Config, ConfigError, Sources, resolve};
 use crate::data::{Batch, Data};
 use crate::exit::{Exit, NonFiniteResult};
+use crate::instruments::atlas::Atlas;
 use crate::progress::say;
 use crate::run::RunFolder;
 use crate::signals::Stop;
 use crate::train::{self, Build, Learner, Limits, parameter_table};
+use crate::{bench, check};
 
 /// Runs a subcommand and turns its error, if any, into a message and an exit code.
 pub fn run(command: Command, build: Build) -> ExitCode {
@@ -26,6 +31,10 @@ pub fn run(command: Command, build: Build) -> ExitCode {
         Command::Generate(arguments) => generate(&arguments, build),
         Command::Inspect(arguments) => inspect(&arguments, build),
         Command::Anchors(arguments) => anchors(&arguments),
+        Command::Arms(arguments) => arms(&arguments),
+        Command::Atlas(command) => atlas(&command),
+        Command::Check(arguments) => check::command(&arguments),
+        Command::Bench(arguments) => bench::command(&arguments, build),
         Command::Replay(arguments) => replay(&arguments, build),
     };
     finish(done)
@@ -92,21 +101,78 @@ pub fn anchors(arguments: &AnchorsArgs) -> anyhow::Result<()> {
 }
 
 /// A learner with the weights of a run's checkpoint, and the checkpoint.
-fn load(run: &RunFolder, best: bool, build: Build) -> anyhow::Result<(Config, Box<dyn Learner>, Loaded)> {
+fn load(
+    run: &RunFolder,
+    best: bool,
+    on: Option<Backend>,
+    build: Build,
+) -> anyhow::Result<(Config, Box<dyn Learner>, Loaded)> {
     let found =
         if best { checkpoint::best_good(&run.checkpoints())? } else { checkpoint::newest_good(&run.checkpoints())? };
     for problem in &found.skipped {
         let _ = writeln!(std::io::stderr(), "warning: skipped: {problem}");
     }
     let config = Config::from_toml(&found.loaded.config_toml, &found.path.join("config.toml"))?;
-    let mut learner = build(&config)?;
+    let mut learner = build(&elsewhere(&config, on)?)?;
     learner.import(&found.loaded.state).with_context(|| format!("cannot load `{}`", found.path.display()))?;
     Ok((config, learner, found.loaded))
 }
 
+/// The configuration for a use that trains nothing: on the backend that was asked for, or the run's own, or the
+/// reference where that one does not open.
+fn elsewhere(config: &Config, on: Option<Backend>) -> anyhow::Result<Config> {
+    let mut here = config.clone();
+    here.run.backend = on.unwrap_or(config.run.backend);
+    let own = here.run.backend == config.run.backend;
+    let plain = |run: &mut crate::config::RunConfig| {
+        (run.precision, run.arms) = (crate::config::Math::F32, Vec::new());
+    };
+    if !own {
+        plain(&mut here.run);
+    }
+    match backend::settle(&mut here.run) {
+        Ok(_) => {}
+        Err(why) if on.is_none() => {
+            let _ = writeln!(std::io::stderr(), "warning: {why:#}; the reference computes instead");
+            here.run.backend = Backend::Cpu;
+            plain(&mut here.run);
+        }
+        Err(why) => return Err(why),
+    }
+    Ok(here)
+}
+
+/// `dormouse arms`.
+fn arms(arguments: &ArmsArgs) -> anyhow::Result<()> {
+    let mut config = resolve(&arguments.run.over(arguments.config.sources()))?;
+    let wanted = config.run.backend;
+    let note = backend::settle(&mut config.run)?;
+    if config.run.backend == Backend::Cpu {
+        // The reference has one arm of everything; what a GPU would take is still of interest.
+        say(&note.unwrap_or_else(|| format!("run.backend is {wanted}: the reference has one arm of every operation")));
+        say("on sm_90 it would be:");
+        say(crate::arms::table(&crate::arms::choose(&config.run, "sm_90")?).trim_end());
+        return Ok(());
+    }
+    let generation = backend::generation(config.run.backend)?;
+    say(&format!("backend {}, {generation}, matrix products in {}", config.run.backend, config.run.precision));
+    say(crate::arms::table(&crate::arms::choose(&config.run, &generation)?).trim_end());
+    Ok(())
+}
+
+/// `dormouse atlas`.
+fn atlas(command: &AtlasCommand) -> anyhow::Result<()> {
+    let text = match command {
+        AtlasCommand::Top { file, n } => Atlas::read(file)?.top(*n),
+        AtlasCommand::Diff { a, b, key, n } => Atlas::read(a)?.diff(&Atlas::read(b)?, key, *n)?,
+    };
+    say(text.trim_end());
+    Ok(())
+}
+
 fn eval(arguments: &EvalArgs, build: Build) -> anyhow::Result<()> {
     let run = RunFolder::open(&arguments.run)?;
-    let (stored, mut learner, loaded) = load(&run, arguments.best, build)?;
+    let (stored, mut learner, loaded) = load(&run, arguments.best, arguments.backend, build)?;
     let eval = arguments.eval.as_ref().map(|path| toml::Value::String(path.display().to_string()));
     let flags = eval.map(|path| ("data.eval_path".to_owned(), path)).into_iter().collect();
     let sources = Sources { base: Some(stored.clone()), set: arguments.set.clone(), flags, ..Sources::default() };
@@ -155,7 +221,7 @@ fn generate(arguments: &GenerateArgs, build: Build) -> anyhow::Result<()> {
         )));
     }
     let run = RunFolder::open(&arguments.run)?;
-    let (_, mut learner, _) = load(&run, arguments.best, build)?;
+    let (_, mut learner, _) = load(&run, arguments.best, arguments.backend, build)?;
     let stop = Stop::on_signals().context("generate: cannot watch for signals")?;
     let mut out = std::io::stdout();
     let mut written = out.write_all(&prompt);
@@ -178,7 +244,7 @@ fn generate(arguments: &GenerateArgs, build: Build) -> anyhow::Result<()> {
 fn inspect(arguments: &InspectArgs, build: Build) -> anyhow::Result<()> {
     let run = arguments.run.as_deref().map(RunFolder::open).transpose()?;
     let base = run.as_ref().map(RunFolder::config).transpose()?;
-    let config = resolve(&Sources { base, ..arguments.config.sources() })?;
+    let config = resolve(&arguments.device.over(Sources { base, ..arguments.config.sources() }))?;
     let learner = build(&config)?;
     say(config.to_toml().trim_end());
     say("");
@@ -240,7 +306,7 @@ fn replay(arguments: &ReplayArgs, build: Build) -> anyhow::Result<()> {
         len + 1
     );
     let batch = Batch { step: loaded.manifest.next_step, rows, len, bytes };
-    let mut learner = build(&config)?;
+    let mut learner = build(&elsewhere(&config, None)?)?;
     learner.import(&loaded.state).with_context(|| format!("cannot load `{}`", folder.display()))?;
     match learner.first_nonfinite(&batch)? {
         Some(tensor) => say(&format!("first tensor that is not finite: {tensor}")),

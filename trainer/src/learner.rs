@@ -6,6 +6,7 @@
 //! empties at log cadence. So a step is the same operations on the same memory every time, which is what a device
 //! needs to capture it once and replay it.
 
+use std::cell::RefCell;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -13,14 +14,16 @@ use dormouse_reference::adamw::{self, Adamw};
 use dormouse_reference::record::Record;
 use dormouse_reference::retract::{self, Retract};
 use dormouse_reference::sanitise::{self, Sanitise};
-use dormouse_reference::{Backend, DType, Error, Reference, StepKey};
+use dormouse_reference::{Backend, DType, Error, StepKey};
 use nalgebra::DMatrix;
 use ndarray::{Array2, ArrayD, ArrayView1, IxDyn, arr1};
 use rand::RngExt;
 
+use crate::backend::Facts;
 use crate::checkpoint::{State, Tensor, TensorData};
 use crate::config::{Config, ModelConfig};
 use crate::data::Batch;
+use crate::instruments::{Ask, Asked, Engagement, Witness};
 use crate::model::{self, Ablation, Carry, Group, Model, Table, VOCABULARY};
 use crate::rng::{Purpose, stream};
 use crate::train::{Drift, Latch, Learner, Parameter, StepRecord};
@@ -42,6 +45,11 @@ const POWER_ITERATIONS: usize = 5;
 pub struct ModelLearner<B: Backend> {
     b: B,
     config: Config,
+    /// A hash of the configuration: a part of every step's key.
+    variant: u64,
+    facts: Facts,
+    /// What steps so far asked of the operations.
+    asked: RefCell<Asked>,
     model: Model<B>,
     m: B::Tensor,
     v: B::Tensor,
@@ -74,10 +82,12 @@ pub struct ModelLearner<B: Backend> {
 /// Columns of a record between the losses and the spreads: norm, nonfinite, scale, apply.
 const RECORD_TAIL: usize = 4;
 
-impl<B: Backend> ModelLearner<B> {
+impl<B: Backend + Witness> ModelLearner<B> {
     /// A learner with the initial weights of the run's seed.
     pub fn new(b: B, config: &Config) -> Result<Self> {
-        let model = Model::new(&b, &config.model)?;
+        let model = Model::new(&b, &config.model, config.run.precision.precision())?;
+        let mut hasher = DefaultHasher::new();
+        config.to_toml().hash(&mut hasher);
         let parameters = model.table.len();
         let rows = config.train.batch_rows;
         let parts = config.train.accumulate;
@@ -104,6 +114,9 @@ impl<B: Backend> ModelLearner<B> {
             pending: 0,
             next_step: 0,
             last_skipped: None,
+            variant: hasher.finish(),
+            facts: Facts::default(),
+            asked: RefCell::default(),
             config: config.clone(),
             model,
             b,
@@ -113,7 +126,61 @@ impl<B: Backend> ModelLearner<B> {
         Ok(learner)
     }
 
-    /// Cuts something on purpose; for tests that show the cut being noticed.
+    /// The learner with a description of what computes.
+    #[must_use]
+    pub fn with_facts(mut self, facts: Facts) -> Self {
+        self.facts = facts;
+        self
+    }
+
+    /// The backend.
+    pub fn backend(&self) -> &B {
+        &self.b
+    }
+
+    /// The gradient of a batch at the present weights, in the order of the table, and the losses; changes nothing else.
+    ///
+    /// # Errors
+    /// The batch has another shape than the run's; whatever the backend says.
+    pub fn gradient(&self, batch: &Batch) -> Result<(Vec<f64>, Vec<f64>)> {
+        self.upload_batch(batch)?;
+        self.issue(&self.key("replay", [batch.rows, batch.len]), &self.asks(true, true), &mut |b| self.gradients(b))?;
+        Ok((self.flat(&self.model.grads)?, self.flat(&self.losses)?))
+    }
+
+    /// The logits after each byte of a sequence, read one by one from its start.
+    ///
+    /// # Errors
+    /// Whatever the backend says.
+    pub fn read_along(&mut self, bytes: &[u8]) -> Result<Vec<Vec<f64>>> {
+        self.stream.clear(&self.b)?;
+        bytes.iter().map(|&byte| self.stream.read(self, byte)).collect()
+    }
+
+    /// Runs a step and notes what it asked for.
+    fn issue(
+        &self,
+        key: &StepKey,
+        asks: &[Ask],
+        body: &mut dyn FnMut(&B) -> dormouse_reference::Result<()>,
+    ) -> Result<()> {
+        // What starts the step, such as the launch of a graph, belongs to no stage of it.
+        self.b.stage("step");
+        let ran = self.b.step(key, body);
+        self.b.stage("reads");
+        ran?;
+        self.asked.borrow_mut().note(key, asks);
+        Ok(())
+    }
+
+    /// What the passes of one step ask of the operations.
+    fn asks(&self, targets: bool, backward: bool) -> Vec<Ask> {
+        let parts = if backward { self.config.train.accumulate as u64 } else { 1 };
+        let once = self.model.asks(targets, backward).into_iter();
+        once.map(|ask| Ask { forward: parts * ask.forward, backward: parts * ask.backward, ..ask }).collect()
+    }
+
+    /// Plants a fault; for tests that show it being noticed.
     pub fn set_ablation(&mut self, ablation: Ablation) {
         self.model.ablation = ablation;
     }
@@ -151,6 +218,7 @@ impl<B: Backend> ModelLearner<B> {
         let (rows, t) = (self.config.train.batch_rows, self.config.data.seq_bytes);
         let (parts, n) = (self.config.train.accumulate, self.config.model.iterations);
         let part_rows = rows / parts;
+        b.stage("backward");
         b.fill(&self.model.grads, 0.0)?;
         for part in 0..parts {
             let start = part * part_rows * t;
@@ -163,15 +231,21 @@ impl<B: Backend> ModelLearner<B> {
             }
             self.model.backward(b, &forward, &self.loss_weight)?;
         }
-        Ok(())
+        match self.model.ablation {
+            Ablation::NanLoss => b.fill(&b.view(&self.losses, 0, &[1])?, f64::NAN),
+            Ablation::NanGradient => b.fill(&b.view(&self.model.grads, 0, &[1])?, f64::NAN),
+            _ => Ok(()),
+        }
     }
 
     /// The update: norm and flags, AdamW, retraction, record. Reads nothing back.
     fn update(&self, b: &B, retracts: bool) -> dormouse_reference::Result<()> {
+        b.stage("sanitise and norm");
         let (o, table) = (&self.config.optimizer, &self.model.table);
         let whole = 0..table.len();
         let config = sanitise::Config { max_norm: Some(o.clip_norm), clip: vec![whole], skips_allowed: SKIPS_ALLOWED };
         let seen = Sanitise::update(b, &config, &self.model.grads, &self.losses, &self.counters)?;
+        b.stage("optimiser");
         let groups = [(Group::Matrix, o.weight_decay), (Group::Vector, 0.0)];
         let groups = groups.into_iter().flat_map(|(group, weight_decay)| {
             table.ranges(group).into_iter().map(move |range| adamw::Group { range, weight_decay })
@@ -188,6 +262,7 @@ impl<B: Backend> ModelLearner<B> {
             },
         )?;
         if retracts {
+            b.stage("retraction");
             let config = retract::Config { iterations: o.retract_iterations, power_iterations: POWER_ITERATIONS };
             for (i, param) in table.params.iter().filter(|p| p.retracted).enumerate() {
                 let factor = b.view(&self.model.params, param.start, &param.shape)?;
@@ -195,6 +270,7 @@ impl<B: Backend> ModelLearner<B> {
                 b.keep(&spread, &b.view(&self.spreads, i, &[1])?)?;
             }
         }
+        b.stage("reads");
         let record = [&self.losses, &seen.norm, &seen.nonfinite, &seen.scale, &seen.apply, &self.spreads];
         Record::update(b, &record, &self.step, &self.ring)
     }
@@ -239,7 +315,7 @@ impl<B: Backend> ModelLearner<B> {
     /// The key of a step: everything the closure depends on.
     fn key(&self, purpose: &'static str, shape: [usize; 2]) -> StepKey {
         let mut hasher = DefaultHasher::new();
-        (purpose, shape, self.config.to_toml(), self.model.ablation == Ablation::None).hash(&mut hasher);
+        (purpose, shape, self.variant, self.model.ablation).hash(&mut hasher);
         StepKey { purpose, variant: hasher.finish() }
     }
 
@@ -255,7 +331,7 @@ impl<B: Backend> ModelLearner<B> {
         };
         self.b.upload(bytes(0).view(), &at.ids)?;
         self.b.upload(bytes(1).view(), &at.targets)?;
-        self.b.step(&self.key("eval", shape), &mut |b| {
+        self.issue(&self.key("eval", shape), &self.asks(true, false), &mut |b| {
             let targets = Some(&at.targets);
             let batch = model::Batch { ids: &at.ids, targets, denominator: shape[0] * shape[1] };
             let forward = self.model.forward(b, &batch, None)?;
@@ -263,11 +339,6 @@ impl<B: Backend> ModelLearner<B> {
         })?;
         self.flat(&at.nll)
     }
-}
-
-/// The learner of a run's configuration. Only the reference exists so far, so it is the one that trains.
-pub fn build(config: &Config) -> Result<Box<dyn Learner>> {
-    Ok(Box::new(ModelLearner::new(Reference::<f32>::new(), config)?))
 }
 
 /// Persistent memory of an evaluation at one shape: a step that is replayed finds its batch at the same place.
@@ -324,10 +395,13 @@ impl<B: Backend> Stream<B> {
     }
 
     /// Reads one byte and gives the logits of the next: O(1) a byte.
-    fn read(&self, learner: &ModelLearner<B>, byte: u8) -> Result<Vec<f64>> {
+    fn read(&self, learner: &ModelLearner<B>, byte: u8) -> Result<Vec<f64>>
+    where
+        B: Witness,
+    {
         let b = &learner.b;
         b.upload(ArrayD::from_elem(IxDyn(&[1, 1]), f64::from(byte)).view(), &self.id)?;
-        b.step(&learner.key("generate", [1, 1]), &mut |b| {
+        learner.issue(&learner.key("generate", [1, 1]), &learner.asks(false, false), &mut |b| {
             let batch = model::Batch { ids: &self.id, targets: None, denominator: 1 };
             let forward = learner.model.forward(b, &batch, Some(&self.carry))?;
             for (new, kept) in forward.carry.iter().zip(&self.carry) {
@@ -342,7 +416,7 @@ impl<B: Backend> Stream<B> {
     }
 }
 
-impl<B: Backend> Learner for ModelLearner<B> {
+impl<B: Backend + Witness> Learner for ModelLearner<B> {
     fn step(&mut self, batch: &Batch, lr: f64) -> Result<()> {
         if self.pending as usize == RING_STEPS {
             self.read_ring()?;
@@ -353,6 +427,7 @@ impl<B: Backend> Learner for ModelLearner<B> {
             batch.step,
             self.next_step - 1
         );
+        self.b.stage("data");
         self.upload_batch(batch)?;
         self.upload(&self.lr, &[lr])?;
         self.upload(&self.step, &[(batch.step % RING_STEPS as u64) as f64])?;
@@ -362,7 +437,12 @@ impl<B: Backend> Learner for ModelLearner<B> {
         let retracts = (batch.step + 1).is_multiple_of(self.config.optimizer.retract_every_steps);
         let shape = [batch.rows, batch.len];
         let purpose = if retracts { "train" } else { "train without retraction" };
-        self.b.step(&self.key(purpose, shape), &mut |b| {
+        let mut asks = self.asks(true, true);
+        let retracted = if retracts { self.model.table.params.iter().filter(|p| p.retracted).count() } else { 0 };
+        for (stem, forward) in [("sanitise", 1), ("adamw", 1), ("retract", retracted as u64), ("record", 1)] {
+            asks.push(Ask { stem, forward, backward: 0 });
+        }
+        self.issue(&self.key(purpose, shape), &asks, &mut |b| {
             self.gradients(b)?;
             self.update(b, retracts)
         })?;
@@ -498,7 +578,6 @@ impl<B: Backend> Learner for ModelLearner<B> {
     }
 
     fn first_nonfinite(&mut self, batch: &Batch) -> Result<Option<String>> {
-        self.upload_batch(batch)?;
         let bad = |values: &[f64]| values.iter().any(|x| !x.is_finite());
         let named = |flat: &[f64], what: &str| {
             let param = self.model.table.params.iter().find(|p| bad(&flat[p.range()]));
@@ -507,11 +586,21 @@ impl<B: Backend> Learner for ModelLearner<B> {
         if let Some(found) = named(&self.flat(&self.model.params)?, "weight") {
             return Ok(Some(found));
         }
-        self.b.step(&self.key("replay", [batch.rows, batch.len]), &mut |b| self.gradients(b))?;
-        if bad(&self.flat(&self.losses)?) {
-            return Ok(Some("loss".to_owned()));
-        }
-        Ok(named(&self.flat(&self.model.grads)?, "gradient of"))
+        let (gradient, losses) = self.gradient(batch)?;
+        Ok(if bad(&losses) { Some("loss".to_owned()) } else { named(&gradient, "gradient of") })
+    }
+
+    fn facts(&self) -> Facts {
+        self.facts.clone()
+    }
+
+    fn witness(&self) -> Option<&dyn Witness> {
+        self.b.counts().then_some(&self.b as &dyn Witness)
+    }
+
+    fn engagement(&self) -> Option<Engagement> {
+        let b = &self.b;
+        b.counts().then(|| Engagement::new(&self.asked.borrow(), &b.ledgers(), b.captures()))
     }
 }
 

@@ -4,13 +4,19 @@
 //! `checkpoint` makes a stop harmless, and `anchors` says what the resulting number is worth.
 
 pub mod anchors;
+pub mod arms;
+pub mod backend;
+pub mod bench;
+pub mod check;
 pub mod checkpoint;
 pub mod cli;
 pub mod commands;
 pub mod config;
 pub mod data;
 pub mod exit;
+pub mod history;
 pub mod host;
+pub mod instruments;
 pub mod learner;
 pub mod model;
 pub mod progress;

@@ -3,9 +3,9 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use dormouse::{cli::Cli, commands, host, learner};
+use dormouse::{backend, cli::Cli, commands, host};
 
 fn main() -> ExitCode {
     host::keep_freed_memory();
-    commands::run(Cli::parse().command, learner::build)
+    commands::run(Cli::parse().command, backend::build)
 }

@@ -44,6 +44,9 @@ enum Task {
     Bench {
         /// The stem, or `step` for the trainer's step; all without one.
         name: Option<String>,
+        /// For `step`: passed to `dormouse bench`, such as `--preset tiny --backend cuda --note text`.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        rest: Vec<String>,
     },
     /// Check what the compiler does not: stems, docs, sizes, licences.
     Tidy,
@@ -92,7 +95,8 @@ fn run(task: Task) -> Result<()> {
             Ok(())
         }
         Task::Gate { rest } => gate(&root, &rest),
-        Task::Bench { name } => bench(&root, name.as_deref()),
+        Task::Bench { name, rest } if name.as_deref() == Some("step") => bench_step(&root, &rest),
+        Task::Bench { name, .. } => bench(&root, name.as_deref()),
         Task::Tidy => tidy::check(&root),
         Task::Lint => lint(&root),
         Task::Ci => lint(&root).and_then(|()| run(Task::Test { rest: Vec::new() })),
@@ -191,15 +195,25 @@ fn bites(root: &Path) -> Result<()> {
 }
 
 fn bench(root: &Path, name: Option<&str>) -> Result<()> {
-    let stem = name.filter(|name| *name != "step");
     step("gate before bench");
-    gate(root, &stem.into_iter().collect::<Vec<_>>())?;
+    gate(root, &name.into_iter().collect::<Vec<_>>())?;
     let mut command = cargo(root);
     command.args(["bench", "--package", "dormouse-reference", "--package", "dormouse", "--benches"]);
     if let Some(name) = name {
         command.args(["--", name]);
     }
     must(&mut command)
+}
+
+/// Checks the trainer's step on this machine, times it in two processes and appends the row to benches/history.tsv.
+fn bench_step(root: &Path, rest: &[String]) -> Result<()> {
+    must(cargo(root).args(["build", "--release", "--package", "dormouse"]))?;
+    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from);
+    let program = target.join("release").join("dormouse");
+    step("check before bench");
+    must(Command::new(&program).current_dir(root).args(["check", "--quick"]))?;
+    step("bench");
+    must(Command::new(&program).current_dir(root).args(["bench", "--append", "benches/history.tsv"]).args(rest))
 }
 
 fn lint(root: &Path) -> Result<()> {

@@ -7,6 +7,7 @@
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 use cubecl::client::ComputeClient;
 use cubecl::device::{Device as CubeDevice, DeviceId};
@@ -85,6 +86,9 @@ pub trait Engine: gemm::Gemm {
 
     /// Runs what was recorded.
     fn replay(client: &ComputeClient<Self>, graph: &Self::Graph) -> Result<(), Error>;
+
+    /// Lets `issue` ask for work and gives the time it took on the device; waits for it.
+    fn timed(client: &ComputeClient<Self>, issue: &mut dyn FnMut()) -> Result<Duration, Error>;
 
     /// What the runtime has done so far.
     fn activity(client: &ComputeClient<Self>) -> Activity;
@@ -292,6 +296,20 @@ impl Engine for Cuda {
         })
     }
 
+    fn timed(client: &ComputeClient<Self>, issue: &mut dyn FnMut()) -> Result<Duration, Error> {
+        let mark = || {
+            Self::on_device(client, |shared| {
+                let flags = Some(sys::CUevent_flags::CU_EVENT_DEFAULT);
+                shared.stream()?.record_event(flags).map_err(shared.call("cuEventRecord"))
+            })
+        };
+        let start = mark()?;
+        issue();
+        let end = mark()?;
+        let ms = Self::on_device(client, |shared| start.elapsed_ms(&end).map_err(shared.call("cuEventElapsedTime")))?;
+        Ok(Duration::from_secs_f64(f64::from(ms.max(0.0)) / 1e3))
+    }
+
     fn activity(client: &ComputeClient<Self>) -> Activity {
         let shared = client.info();
         let read = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
@@ -368,6 +386,16 @@ impl Engine for WgpuRuntime {
 
     fn replay(_: &ComputeClient<Self>, graph: &NoGraph) -> Result<(), Error> {
         match *graph {}
+    }
+
+    /// Vulkan's own timers are not asked: on a software driver the host's clock says as much.
+    fn timed(client: &ComputeClient<Self>, issue: &mut dyn FnMut()) -> Result<Duration, Error> {
+        let wait = || cubecl::future::block_on(client.sync()).map_err(|e| wgpu_error("sync", &e));
+        wait()?;
+        let start = Instant::now();
+        issue();
+        wait()?;
+        Ok(start.elapsed())
     }
 
     fn activity(client: &ComputeClient<Self>) -> Activity {

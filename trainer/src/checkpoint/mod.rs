@@ -18,6 +18,8 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use crate::backend;
+
 /// Version of the folder's layout.
 pub const FORMAT: u32 = 1;
 
@@ -64,6 +66,9 @@ pub struct Manifest {
     pub data_hash: String,
     /// Which program wrote it, and where.
     pub provenance: serde_json::Value,
+    /// What computed it; absent in checkpoints from before there was a choice.
+    #[serde(default)]
+    pub run: Option<backend::Facts>,
     /// The other files of the folder.
     pub files: BTreeMap<String, FileEntry>,
 }
@@ -95,6 +100,8 @@ pub struct Facts {
     pub data_hash: String,
     /// Which program writes it, and where.
     pub provenance: serde_json::Value,
+    /// What computed it.
+    pub run: Option<backend::Facts>,
 }
 
 /// The name of the checkpoint after `step` steps.
@@ -154,6 +161,7 @@ pub fn write_folder(folder: &Path, state: &State, facts: &Facts) -> Result<(), C
         config_hash: facts.config_hash.clone(),
         data_hash: facts.data_hash.clone(),
         provenance: facts.provenance.clone(),
+        run: facts.run.clone(),
         files: entries,
     };
     let text = serde_json::to_string_pretty(&manifest).expect("a manifest has string keys only");

@@ -26,6 +26,7 @@ fn facts(step: u64, eval_bpb: Option<f64>) -> Facts {
         config_hash: "c".into(),
         data_hash: "d".into(),
         provenance: serde_json::json!({"version": "x"}),
+        run: Some(crate::backend::Facts { backend: "cpu".into(), ..Default::default() }),
     }
 }
 

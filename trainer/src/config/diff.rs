@@ -19,7 +19,8 @@ pub struct Change {
 
 /// Keys that only change what is reported or saved. Every other key changes the numbers a run computes.
 fn is_harmless(key: &str) -> bool {
-    key.starts_with("log.") || key.starts_with("checkpoint.")
+    // A replayed step has the bits of an eager one. Arms and backend decide bits; `run.unverified` only admits them.
+    key.starts_with("log.") || key.starts_with("checkpoint.") || key == "run.graph" || key == "run.unverified"
 }
 
 /// The keys in which two configurations differ.
@@ -75,7 +76,8 @@ fn render(changes: &[Change]) -> String {
     table
 }
 
-fn flatten(config: &Config) -> Table {
+/// Every key of a configuration in dotted form, with its value.
+pub fn flatten(config: &Config) -> Table {
     let mut flat = Table::new();
     for (section, value) in Table::try_from(config).expect("a configuration has only tables and plain values") {
         match value {

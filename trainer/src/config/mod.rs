@@ -6,10 +6,12 @@
 mod diff;
 mod presets;
 mod resolve;
+mod run;
 
-pub use diff::{Change, changes, check_changes};
+pub use diff::{Change, changes, check_changes, flatten};
 pub use presets::{PRESETS, preset};
 pub use resolve::{Sources, resolve};
+pub use run::{Backend, Math, RunConfig};
 
 use std::path::{Path, PathBuf};
 
@@ -49,6 +51,9 @@ pub struct Config {
     pub preset: String,
     /// Seed of every random number of the run.
     pub seed: u64,
+    /// What it computes on; runs from before this section existed ran on the reference.
+    #[serde(default)]
+    pub run: RunConfig,
     /// The model.
     pub model: ModelConfig,
     /// The bytes.
@@ -307,6 +312,7 @@ impl Config {
                 "give a divisor of the batch, so that every part has the same rows",
             ));
         }
+        self.run.validate()?;
         if self.log.prompts.iter().any(String::is_empty) {
             return Err(invalid("log.prompts", "holds an empty prompt".into(), "give each prompt a byte or more"));
         }

@@ -1,6 +1,9 @@
 //! The presets: complete configurations to start from.
 
-use super::{CheckpointConfig, Config, ConfigError, DataConfig, LogConfig, ModelConfig, OptimizerConfig, TrainConfig};
+use super::{
+    Backend, CheckpointConfig, Config, ConfigError, DataConfig, LogConfig, ModelConfig, OptimizerConfig, RunConfig,
+    TrainConfig,
+};
 
 /// Names of the presets, the default first.
 pub const PRESETS: [&str; 2] = ["nano", "tiny"];
@@ -19,6 +22,7 @@ fn nano() -> Config {
     Config {
         preset: "nano".into(),
         seed: 0,
+        run: RunConfig { backend: Backend::Auto, ..RunConfig::default() },
         model: ModelConfig {
             width: 256,
             heads: 4,

@@ -38,7 +38,7 @@ fn step<B: Backend>(b: &B, body: &mut dyn FnMut(&B) -> dormouse_reference::Resul
 }
 
 /// Moves every parameter off its symmetric start (zero iteration embedding, unit gains), where some gradients vanish.
-fn perturb<B: Backend>(learner: &ModelLearner<B>) -> Vec<f64> {
+fn perturb<B: Backend + Witness>(learner: &ModelLearner<B>) -> Vec<f64> {
     let mut rng = stream(5, Purpose::Test, 0, 0);
     let mut flat = learner.flat(&learner.model.params).expect("parameters download");
     for x in &mut flat {

@@ -14,7 +14,7 @@ use dormouse_reference::linear::{self, Linear};
 use dormouse_reference::short_conv::{self, ShortConv};
 use dormouse_reference::{Backend, Result};
 
-use super::backward::Ablation;
+use super::ablation::{Ablation, scaled, without_first_head};
 use super::forward::configs;
 use super::{Model, Views};
 
@@ -158,8 +158,13 @@ impl<B: Backend> Model<B> {
         if self.ablation == Ablation::DetachRecurrence {
             return Ok(du);
         }
-        let through_kda =
+        let mut through_kda =
             Kda::backward(b, &configs::KDA, &saved.kda, kda::Outputs { o: &through_norm.d_o, final_state: None })?;
+        match self.ablation {
+            Ablation::DecayGradientScaled => through_kda.dg = scaled(b, &through_kda.dg, 1.01)?,
+            Ablation::FirstHeadBetaDropped => through_kda.dbeta = without_first_head(b, &through_kda.dbeta)?,
+            _ => {}
+        }
         let through_gate = DecayGate::backward(
             b,
             &configs::GATE,
@@ -167,6 +172,9 @@ impl<B: Backend> Model<B> {
             decay_gate::Outputs { g: &through_kda.dg, beta: &through_kda.dbeta },
             decay_gate::Params { a_log: &grads.get("kda.a_log")?, dt_bias: &grads.get("kda.dt_bias")? },
         )?;
+        if self.ablation == Ablation::DecayBiasDropped {
+            b.fill(&grads.get("kda.dt_bias")?, 0.0)?;
+        }
         du = self.linear_backward(b, grads, "kda.beta", &saved.beta, &through_gate.dy, Some(&du))?;
         let dz = b.reshape(&through_gate.dz, &flat)?;
         let dlow = self.linear_backward(b, grads, "kda.decay_up", &saved.decay_up, &dz, None)?;
@@ -199,6 +207,6 @@ impl<B: Backend> Model<B> {
         plus: Option<&B::Tensor>,
     ) -> Result<B::Tensor> {
         let into = linear::Params { weight: &grads.get(name)?, bias: None };
-        Ok(Linear::backward(b, &configs::LINEAR, saved, linear::Outputs { y: dy }, plus, into)?.dx)
+        Ok(Linear::backward(b, &self.configs.linear, saved, linear::Outputs { y: dy }, plus, into)?.dx)
     }
 }

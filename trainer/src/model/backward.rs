@@ -13,16 +13,6 @@ use dormouse_reference::{Backend, Result};
 use super::forward::{Forward, Saved, configs, expert_params};
 use super::{Model, Views};
 
-/// What a model cuts on purpose, to show that the cut would be noticed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Ablation {
-    /// Nothing.
-    #[default]
-    None,
-    /// No gradient flows back through the recurrence, as if its output had come back untracked.
-    DetachRecurrence,
-}
-
 /// Gradients that travel from one iteration to the one before it.
 struct Travelling<T> {
     /// Of h as it left the earlier iteration.
@@ -37,6 +27,7 @@ impl<B: Backend> Model<B> {
     /// # Panics
     /// If the forward pass had no targets: there is no loss to differentiate.
     pub fn backward(&self, b: &B, forward: &Forward<B>, weight: &B::Tensor) -> Result<()> {
+        b.stage("backward");
         let grads = Views { b, table: &self.table, flat: &self.grads };
         let mut travelling = Travelling { h: None, x0: None };
         for (n, saved) in forward.iterations.iter().enumerate().rev() {
@@ -95,7 +86,7 @@ impl<B: Backend> Model<B> {
             Blend::backward(b, &configs::BLEND, &saved.blend, blend::Outputs { y: &through_residual.dy })?;
         let du = Expert::backward(
             b,
-            &configs::EXPERT,
+            &self.configs.expert,
             &saved.expert,
             expert::Outputs { y: &through_blend.dexperts },
             None,
@@ -106,7 +97,7 @@ impl<B: Backend> Model<B> {
         let du = self.attention_backward(b, grads, &saved.attention, &through_blend.dattn, &du)?;
         let through_controller = Controller::backward(
             b,
-            &configs::controller(self.config.experts),
+            &self.configs.controller,
             &saved.controller,
             controller::Outputs { gates: &through_blend.dgates },
             controller::Inputs { c: Some(&through_residual.dc), x0: later.x0.as_ref() },
@@ -134,6 +125,6 @@ impl<B: Backend> Model<B> {
         plus: Option<&B::Tensor>,
     ) -> Result<B::Tensor> {
         let into = spectral::Params { u: &grads.get(u)?, s: &grads.get(s)?, v: &grads.get(v)? };
-        Ok(Spectral::backward(b, &configs::SPECTRAL, saved, spectral::Outputs { y: dy }, plus, into)?.dx)
+        Ok(Spectral::backward(b, &self.configs.spectral, saved, spectral::Outputs { y: dy }, plus, into)?.dx)
     }
 }

@@ -16,19 +16,37 @@ use dormouse_reference::short_conv;
 use dormouse_reference::spectral::{self, Spectral};
 use dormouse_reference::{Backend, Precision, Result};
 
+use super::ablation::Ablation;
 use super::attention::{self, Carry};
 use super::{Model, Views};
+use crate::config::ModelConfig;
 
-/// The operations' configs, all constants of the model.
+/// The configs of the operations with matrix products, whose arithmetic a run chooses.
+pub(super) struct Configs {
+    pub linear: linear::Config,
+    pub spectral: spectral::Config,
+    pub expert: expert::Config,
+    pub controller: controller::Config,
+}
+
+impl Configs {
+    pub fn new(m: &ModelConfig, precision: Precision) -> Self {
+        Self {
+            linear: linear::Config { precision },
+            spectral: spectral::Config { precision },
+            expert: expert::Config { precision, ffn: expert::Ffn::Silu },
+            controller: controller::Config { precision, experts: m.experts },
+        }
+    }
+}
+
+/// The operations' configs that are constants of the model.
 pub(super) mod configs {
     use super::{
-        Precision, blend, controller, cross_entropy, decay_gate, embedding, expert, gated_rms_norm, kda, l2_norm,
-        linear, residual, rms_norm, short_conv, spectral,
+        blend, cross_entropy, decay_gate, embedding, gated_rms_norm, kda, l2_norm, residual, rms_norm, short_conv,
     };
 
     pub const EMBEDDING: embedding::Config = embedding::Config {};
-    pub const LINEAR: linear::Config = linear::Config { precision: Precision::Full };
-    pub const SPECTRAL: spectral::Config = spectral::Config { precision: Precision::Full };
     pub const NORM: rms_norm::Config = rms_norm::Config { eps: 1e-3 };
     pub const CONV: short_conv::Config = short_conv::Config {};
     pub const L2: l2_norm::Config = l2_norm::Config { eps: 1e-6 };
@@ -44,14 +62,10 @@ pub(super) mod configs {
     };
     /// mean o^2 starts near 1e-5, so a larger eps would swamp it.
     pub const OUT_NORM: gated_rms_norm::Config = gated_rms_norm::Config { eps: 1e-8 };
-    pub const EXPERT: expert::Config = expert::Config { precision: Precision::Full, ffn: expert::Ffn::Silu };
     /// The memory branch may carry at most half of what it shares with the dense one.
     pub const BLEND: blend::Config = blend::Config { lam_max: 0.5 };
     pub const RESIDUAL: residual::Config = residual::Config {};
 
-    pub fn controller(experts: usize) -> controller::Config {
-        controller::Config { precision: Precision::Full, experts }
-    }
     pub fn cross_entropy(denominator: usize) -> cross_entropy::Config {
         cross_entropy::Config { denominator: Some(denominator) }
     }
@@ -105,6 +119,7 @@ impl<B: Backend> Model<B> {
         batch: &Batch<'_, B::Tensor>,
         carry: Option<&[Carry<B::Tensor>]>,
     ) -> Result<Forward<B>> {
+        b.stage("student forward");
         let p = Views { b, table: &self.table, flat: &self.params };
         let table = p.get("embedding")?;
         let (x0, embedding) = Embedding::forward(
@@ -114,6 +129,9 @@ impl<B: Backend> Model<B> {
             embedding::Params { table: &table },
         )?;
         let x0 = x0.x;
+        if self.ablation == Ablation::NanActivation {
+            b.fill(&b.view(&x0, 0, &[1])?, f64::NAN)?;
+        }
         let mut h = x0.clone();
         let mut result = Forward {
             losses: vec![],
@@ -153,7 +171,7 @@ impl<B: Backend> Model<B> {
         let c = normed.c.as_ref().expect("a norm with a shift returns the shifted row");
         let (gates, controller) = Controller::forward(
             b,
-            &configs::controller(self.config.experts),
+            &self.configs.controller,
             controller::Inputs { c, x0 },
             controller::Params { weight: &p.get("controller")? },
         )?;
@@ -182,6 +200,7 @@ impl<B: Backend> Model<B> {
         let (logits, head) = self.spectral(b, p, ["head.u", "head.s", "head.v"], &f.y)?;
         let mut cross_entropy = None;
         if let Some(targets) = batch.targets {
+            b.stage("loss");
             let (ce, saved) = CrossEntropy::forward(
                 b,
                 &configs::cross_entropy(batch.denominator),
@@ -190,6 +209,7 @@ impl<B: Backend> Model<B> {
             result.losses.push(ce.loss);
             result.nll = ce.nll;
             cross_entropy = Some(saved);
+            b.stage("student forward");
         }
         result.logits.push(logits);
         result.carry.push(attention.carry);
@@ -218,7 +238,7 @@ impl<B: Backend> Model<B> {
         x: &B::Tensor,
     ) -> Result<(B::Tensor, <B as Linear>::Saved)> {
         let params = linear::Params { weight: &p.get(name)?, bias: None };
-        let (outputs, saved) = Linear::forward(b, &configs::LINEAR, linear::Inputs { x }, params)?;
+        let (outputs, saved) = Linear::forward(b, &self.configs.linear, linear::Inputs { x }, params)?;
         Ok((outputs.y, saved))
     }
 
@@ -231,13 +251,13 @@ impl<B: Backend> Model<B> {
         x: &B::Tensor,
     ) -> Result<(B::Tensor, <B as Spectral>::Saved)> {
         let params = spectral::Params { u: &p.get(u)?, s: &p.get(s)?, v: &p.get(v)? };
-        let (outputs, saved) = Spectral::forward(b, &configs::SPECTRAL, spectral::Inputs { x }, params)?;
+        let (outputs, saved) = Spectral::forward(b, &self.configs.spectral, spectral::Inputs { x }, params)?;
         Ok((outputs.y, saved))
     }
 
     fn experts(&self, b: &B, p: &Views<'_, B>, u: &B::Tensor) -> Result<(B::Tensor, <B as Expert>::Saved)> {
         let params = expert_params(p)?;
-        let (outputs, saved) = Expert::forward(b, &configs::EXPERT, expert::Inputs { u }, params.as_ref())?;
+        let (outputs, saved) = Expert::forward(b, &self.configs.expert, expert::Inputs { u }, params.as_ref())?;
         Ok((outputs.y, saved))
     }
 }

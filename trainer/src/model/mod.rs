@@ -17,19 +17,23 @@
 //! each operation saved, in the order of the text above; `backward` walks it in reverse. A gradient that arrives at a
 //! tensor from several readers travels along them as the `plus` of each, so no launch only adds.
 
+mod ablation;
 mod attention;
 mod backward;
 mod forward;
 mod params;
 
+pub use ablation::Ablation;
 pub use attention::Carry;
-pub use backward::Ablation;
 pub use forward::{Batch, Forward};
 pub use params::{CONV_WIDTH, DECAY_RANK, Group, Init, Param, Table, VOCABULARY};
 
-use dormouse_reference::{Backend, Result};
+use dormouse_reference::{Backend, Precision, Result};
 
 use crate::config::ModelConfig;
+use crate::instruments::Ask;
+
+use forward::Configs;
 
 /// A model on a backend: its shape, its parameter table and named views into the flat parameter buffer.
 pub struct Model<B: Backend> {
@@ -41,6 +45,8 @@ pub struct Model<B: Backend> {
     pub params: B::Tensor,
     /// The flat gradient buffer; mirrors `params`.
     pub grads: B::Tensor,
+    /// The operations' configs that are no constants.
+    configs: Configs,
     /// What is cut on purpose.
     pub ablation: Ablation,
 }
@@ -66,16 +72,47 @@ impl<B: Backend> Views<'_, B> {
 
 impl<B: Backend> Model<B> {
     /// A model with zeroed parameters and gradients; load or initialise them before use.
-    pub fn new(b: &B, config: &ModelConfig) -> Result<Self> {
+    pub fn new(b: &B, config: &ModelConfig, precision: Precision) -> Result<Self> {
         let table = Table::new(config);
         let flat = || b.persistent(&[table.len()], b.float());
         Ok(Self {
             params: flat()?,
             grads: flat()?,
             config: config.clone(),
+            configs: Configs::new(config, precision),
             table: table.clone(),
             ablation: Ablation::None,
         })
+    }
+
+    /// How often one pass over a batch calls each operation: forward, and backward where it follows.
+    ///
+    /// Written down here and not counted, so that a counter has something to be wrong against.
+    pub fn asks(&self, targets: bool, backward: bool) -> Vec<Ask> {
+        let n = self.config.iterations as u64;
+        let each = [
+            ("rms_norm", 2 * n),
+            ("controller", n),
+            // q, k, v, decay down and up, beta, gate and out of the attention; the dense branch
+            ("linear", 9 * n),
+            ("short_conv", 3 * n),
+            ("l2_norm", 2 * n),
+            ("decay_gate", n),
+            ("kda", n),
+            ("gated_rms_norm", n),
+            ("expert", n),
+            ("blend", n),
+            ("residual", n),
+            // out and head
+            ("spectral", 2 * n),
+            ("cross_entropy", if targets { n } else { 0 }),
+        ];
+        // x0 is read as the first h and by the controllers, so its gradient arrives twice.
+        let embedding = Ask { stem: "embedding", forward: 1, backward: if backward { 2 } else { 0 } };
+        let others = each.into_iter().filter(|(_, calls)| *calls > 0);
+        let others =
+            others.map(|(stem, calls)| Ask { stem, forward: calls, backward: if backward { calls } else { 0 } });
+        std::iter::once(embedding).chain(others).collect()
     }
 
     /// A view of one parameter.

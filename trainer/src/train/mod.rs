@@ -4,13 +4,18 @@ mod evaluate;
 mod prepare;
 mod report;
 mod session;
+mod watch;
 
 pub use evaluate::{Score, score};
 pub use prepare::{Build, Prepared, Request, Resume, parameter_table, prepare, quoted};
 pub use session::{Ending, Limits, run};
+pub use watch::Watch;
+pub(crate) use watch::training;
 
+use crate::backend::Facts;
 use crate::checkpoint::State;
 use crate::data::Batch;
+use crate::instruments::{Engagement, Witness};
 
 /// What one step measured.
 #[derive(Clone, Debug, PartialEq)]
@@ -104,6 +109,21 @@ pub trait Learner {
 
     /// Runs a batch on the present weights, changing nothing, and names the first tensor that is not finite, if any is.
     fn first_nonfinite(&mut self, batch: &Batch) -> anyhow::Result<Option<String>>;
+
+    /// What computes, for the log and the checkpoints.
+    fn facts(&self) -> Facts {
+        Facts::default()
+    }
+
+    /// The backend's word on its own work, if it counts it.
+    fn witness(&self) -> Option<&dyn Witness> {
+        None
+    }
+
+    /// What was asked of the operations, against what ran, if the backend counts it.
+    fn engagement(&self) -> Option<Engagement> {
+        None
+    }
 }
 
 #[cfg(test)]

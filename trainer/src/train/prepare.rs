@@ -4,9 +4,10 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 
-use super::Learner;
+use super::{Learner, Watch};
+use crate::backend::{self, Facts};
 use crate::checkpoint::{self, Found};
-use crate::config::{Config, ConfigError, Sources, check_changes, resolve};
+use crate::config::{Backend, Config, ConfigError, Sources, check_changes, resolve};
 use crate::data::Data;
 use crate::host;
 use crate::progress::Reporter;
@@ -41,6 +42,8 @@ pub struct Request {
     pub command: Vec<String>,
     /// Print only results and warnings.
     pub quiet: bool,
+    /// Instruments to take along.
+    pub watch: Watch,
 }
 
 /// A run that can take its next step.
@@ -59,6 +62,8 @@ pub struct Prepared {
     pub provenance: serde_json::Value,
     /// Where its lines go.
     pub reporter: Reporter,
+    /// Instruments it takes along.
+    pub watch: Watch,
 }
 
 /// Creates or reopens the run of a request.
@@ -80,6 +85,7 @@ pub fn prepare(request: &Request, build: Build) -> anyhow::Result<Prepared> {
 
 fn start(request: &Request, build: Build) -> anyhow::Result<Prepared> {
     let mut config = resolve(&request.sources)?;
+    let why_no_gpu = settle(&mut config, &request.watch)?;
     let data = Data::open(&config)?;
     // A resumed run may start in another folder.
     for path in [&mut config.data.path, &mut config.data.eval_path].into_iter().flatten() {
@@ -100,8 +106,8 @@ fn start(request: &Request, build: Build) -> anyhow::Result<Prepared> {
     if request.resume.is_some() {
         reporter.note(&format!("no run with a checkpoint in `{}`: this is a new one", request.runs.display()));
     }
-    describe(&config, &data, &run, &*learner, &reporter);
-    Ok(Prepared { run, config, data, learner, done: 0, provenance, reporter })
+    describe(&config, &data, &run, &*learner, why_no_gpu.as_deref(), &reporter);
+    Ok(Prepared { run, config, data, learner, done: 0, provenance, reporter, watch: request.watch.clone() })
 }
 
 fn resume(request: &Request, run: RunFolder, build: Build) -> anyhow::Result<Prepared> {
@@ -113,6 +119,7 @@ fn resume(request: &Request, run: RunFolder, build: Build) -> anyhow::Result<Pre
     // The checkpoint's own configuration counts: it is the one its weights were made with.
     let stored = Config::from_toml(&loaded.config_toml, &path.join("config.toml"))?;
     let mut config = resolve(&Sources { base: Some(stored.clone()), ..request.sources.clone() })?;
+    let why_no_gpu = settle(&mut config, &request.watch)?;
     for path in [&mut config.data.path, &mut config.data.eval_path].into_iter().flatten() {
         // What cannot be resolved, or not be stored, stays as it was given.
         let resolved = std::fs::canonicalize(&*path).ok().filter(|resolved| resolved.to_str().is_some());
@@ -122,6 +129,10 @@ fn resume(request: &Request, run: RunFolder, build: Build) -> anyhow::Result<Pre
     let data = Data::open(&config)?;
     run.data_manifest()?.check_unchanged(&data.manifest)?;
     let mut learner = build(&config)?;
+    let facts = learner.facts();
+    if let Some(then) = &loaded.manifest.run {
+        check_arms(then, &facts, &request.allow_change)?;
+    }
     learner.import(&loaded.state).with_context(|| format!("train: cannot resume from `{}`", path.display()))?;
     let provenance = host::provenance(&request.command, config.seed);
     run.record_resume(&config, &provenance)?;
@@ -136,13 +147,62 @@ fn resume(request: &Request, run: RunFolder, build: Build) -> anyhow::Result<Pre
         let (then, now) = (stored.train.total_steps, config.train.total_steps);
         reporter.result(&format!("{now} steps instead of {then}: the learning rate now follows another schedule"));
     }
-    describe(&config, &data, &run, &*learner, &reporter);
+    if let Some(then) = loaded.manifest.run.filter(|then| then.device != facts.device) {
+        let (then, now) = (then.device, &facts.device);
+        reporter.result(&format!("the checkpoint is from {then}, and this is {now}: the bits may differ"));
+    }
+    describe(&config, &data, &run, &*learner, why_no_gpu.as_deref(), &reporter);
     let done = loaded.manifest.next_step;
     reporter.note(&format!("resumed from `{}` after step {done}", path.display()));
-    Ok(Prepared { run, config, data, learner, done, provenance, reporter })
+    Ok(Prepared { run, config, data, learner, done, provenance, reporter, watch: request.watch.clone() })
 }
 
-fn describe(config: &Config, data: &Data, run: &RunFolder, learner: &dyn Learner, reporter: &Reporter) {
+/// Settles the backend and refuses instruments that it has no use for.
+fn settle(config: &mut Config, watch: &Watch) -> anyhow::Result<Option<String>> {
+    let note = backend::settle(&mut config.run)?;
+    if config.run.backend == Backend::Cpu && (watch.atlas.is_some() || watch.timers) {
+        let problem = "train: --atlas and --timers are about launches, and the reference launches nothing";
+        return Err(ConfigError::Usage(format!("{problem}; give --backend cuda, or leave them out")).into());
+    }
+    Ok(note)
+}
+
+/// Refuses to go on with other kernels than those of the checkpoint unless that is allowed: the bits would differ.
+fn check_arms(then: &Facts, now: &Facts, allowed: &[String]) -> Result<(), ConfigError> {
+    let stems = then.arms.keys().chain(now.arms.keys());
+    let stems: std::collections::BTreeSet<&String> =
+        stems.filter(|stem| then.arms.get(*stem) != now.arms.get(*stem)).collect();
+    // Another backend has been asked for and is a change of its own.
+    if stems.is_empty() || then.backend != now.backend || allowed.iter().any(|key| key == "run.arms") {
+        return Ok(());
+    }
+    let arm = |facts: &Facts, stem: &str| facts.arms.get(stem).map_or("(none)", String::as_str).to_owned();
+    let rows = stems.into_iter().map(|stem| format!("  {stem}: {} then, {} now\n", arm(then, stem), arm(now, stem)));
+    Err(ConfigError::Changed {
+        table: rows.collect(),
+        advice: "ask for the arms of the checkpoint with --arm STEM=plain|fused (a fused one without a receipt needs \
+                 --unverified), or add --allow-change run.arms to go on with those of now"
+            .to_owned(),
+    })
+}
+
+fn describe(
+    config: &Config,
+    data: &Data,
+    run: &RunFolder,
+    learner: &dyn Learner,
+    why_no_gpu: Option<&str>,
+    reporter: &Reporter,
+) {
+    if let Some(why) = why_no_gpu {
+        reporter.note(why);
+    }
+    let facts = learner.facts();
+    if facts.unverified {
+        reporter.warn(&facts.line());
+    } else {
+        reporter.note(&facts.line());
+    }
     if config.data.path.is_none() {
         reporter.note("no --data given: training on the text that ships with dormouse, Genesis to Joshua (King James)");
     }

@@ -43,7 +43,16 @@ pub(super) fn step_line(record: &StepRecord, facts: &StepFacts) -> Value {
     })
 }
 
-pub(super) fn eval_line(done: u64, bytes_per_step: u64, score: &Score) -> Value {
+/// What the loop knows of an evaluation beside its score.
+pub(super) struct EvalFacts {
+    pub bytes_per_step: u64,
+    /// What ran against what was asked for, where it is counted.
+    pub engagement: Option<Value>,
+    /// Whether a fused arm runs that no receipt vouches for.
+    pub unverified: bool,
+}
+
+pub(super) fn eval_line(done: u64, score: &Score, facts: &EvalFacts) -> Value {
     let nonfinite: Vec<String> = if score.bpb.is_finite() { vec![] } else { vec![format!("bpb={}", score.bpb)] };
     json!({
         "kind": "eval",
@@ -51,8 +60,10 @@ pub(super) fn eval_line(done: u64, bytes_per_step: u64, score: &Score) -> Value 
         "bpb": score.bpb,
         "bpb_standard_error": score.standard_error,
         "windows": score.windows,
-        "bytes_seen": done * bytes_per_step,
+        "bytes_seen": done * facts.bytes_per_step,
         "nonfinite": nonfinite,
+        "engagement": facts.engagement,
+        "unverified": facts.unverified,
     })
 }
 

@@ -3,11 +3,12 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use serde_json::{Value, json};
 
 use super::prepare::{Prepared, quoted, resume_command};
-use super::report::{StepFacts, drift_line, eval_line, step_line};
+use super::report::{EvalFacts, StepFacts, drift_line, eval_line, step_line};
+use super::watch::Watcher;
 use super::{Latch, Learner, Score, StepRecord, score};
 use crate::anchors::{Anchors, FIT_LIMIT_BYTES};
 use crate::checkpoint::{self, Facts};
@@ -15,6 +16,7 @@ use crate::config::Config;
 use crate::data::{Data, Prefetch, Segment};
 use crate::exit::{NonFiniteResult, NonFiniteStop};
 use crate::host;
+use crate::instruments::Engagement;
 use crate::progress::{Reporter, StepLine, gib, printable};
 use crate::run::{JsonLines, RunFolder};
 use crate::schedule::Schedule;
@@ -58,9 +60,14 @@ pub enum Ending {
 /// [`NonFiniteStop`] if the learner latched; a data error; a checkpoint error of the last save. An error of a periodic save is a
 /// warning, and the save is tried again at the next checkpoint.
 pub fn run(prepared: Prepared, limits: Limits, stop: &Stop, program: &str) -> anyhow::Result<Ending> {
-    let Prepared { run, config, data, learner, done, provenance, reporter } = prepared;
+    let Prepared { run, config, data, learner, done, provenance, reporter, watch } = prepared;
     let eval_windows = data.eval_windows()?;
+    let watcher = Watcher::start(&watch, &*learner, &config)?;
+    if let Some(line) = watcher.price_line() {
+        reporter.note(&line);
+    }
     let mut session = Session {
+        watcher,
         metrics: JsonLines::open(&run.path().join("metrics.jsonl"), done)?,
         samples: JsonLines::open(&run.path().join("samples.jsonl"), done)?,
         schedule: config.schedule(),
@@ -99,6 +106,7 @@ struct Session {
     last_score: Option<(u64, Score)>,
     anchors: Option<Anchors>,
     window: Window,
+    watcher: Watcher,
     program: String,
 }
 
@@ -130,11 +138,16 @@ impl Session {
             if limit || stop.requested() {
                 return self.stopped(done);
             }
+            let index = done - start;
+            let timed = self.watcher.before(&*self.learner, index);
             let step_began = Instant::now();
             let batch = batches.next_batch()?;
             self.learner.step(&batch, self.schedule.lr_at(done, total))?;
-            self.window.steps += 1;
-            self.window.time += step_began.elapsed();
+            let took = step_began.elapsed();
+            if !timed {
+                self.window.steps += 1;
+                self.window.time += took;
+            }
             done += 1;
 
             let due = |every: u64| done.is_multiple_of(every);
@@ -144,6 +157,7 @@ impl Session {
             if reported || due(self.config.log.eval_every_steps) || done == start + 1 || done == total {
                 self.log(done)?;
             }
+            self.watcher.after(&*self.learner, index, done, timed, took)?;
             if due(self.config.log.drift_every_steps) {
                 self.check_drift(done)?;
             }
@@ -153,6 +167,7 @@ impl Session {
             if due(self.config.checkpoint.every_steps) && done < total {
                 self.save_or_warn(done);
             }
+            self.watcher.outside(&*self.learner);
         }
         self.finish(done, stop)
     }
@@ -239,7 +254,20 @@ impl Session {
             return Ok(());
         };
         self.last_score = Some((done, score));
-        self.metric(&eval_line(done, self.config.bytes_per_step(), &score));
+        let engagement = self.learner.engagement();
+        let facts = EvalFacts {
+            bytes_per_step: self.config.bytes_per_step(),
+            engagement: engagement.as_ref().map(Engagement::json),
+            unverified: self.learner.facts().unverified,
+        };
+        self.metric(&eval_line(done, &score, &facts));
+        if let Some(engagement) = engagement {
+            let problems = engagement.problems();
+            if !problems.is_empty() {
+                bail!("train: what ran until step {done} is not what was asked for:\n  {}", problems.join("\n  "));
+            }
+            self.reporter.note(&format!("step {done} | engagement: {}", engagement.line()));
+        }
         let passed = match self.anchors()?.passed(score.bpb) {
             Some(order) => format!("below the n-gram of order {order}"),
             None => "above every n-gram".into(),
@@ -335,6 +363,7 @@ impl Session {
             config_hash: self.config.hash(),
             data_hash: self.data.manifest.hash(),
             provenance: self.provenance.clone(),
+            run: Some(self.learner.facts()),
         }
     }
 
@@ -409,6 +438,9 @@ impl Session {
     }
 
     fn print_commands(&self, finished: bool) {
+        if let Some((cost, price)) = self.watcher.cost(&*self.learner) {
+            self.reporter.result(&cost.line(&price));
+        }
         let run = self.run.path();
         let mut resume = resume_command(&self.program, run);
         if finished {

@@ -9,7 +9,7 @@ use std::rc::Rc;
 use serde_json::Value;
 
 use super::toy::{POISONED_SEED, build};
-use super::{Ending, Learner, Limits, Prepared, Request, Resume, prepare, run, score};
+use super::{Ending, Learner, Limits, Prepared, Request, Resume, Watch, prepare, run, score};
 use crate::checkpoint::{State, newest_good, verify};
 use crate::config::{Sources, preset};
 use crate::data::{Corpus, Data};
@@ -68,6 +68,7 @@ impl Place {
             allow_change: Vec::new(),
             command: vec!["dormouse".into(), "train".into()],
             quiet: true,
+            watch: Watch::default(),
         }
     }
 

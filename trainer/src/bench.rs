@@ -1,0 +1,314 @@
+//! `dormouse bench`: the time of a training step, in a form that can be believed later.
+//!
+//! Each process builds the model, runs the steps of a real run on real bytes and times those from the 51st on. The
+//! medians of the processes are averaged; what lies between the largest and the smallest is the run-to-run spread, and
+//! a difference below it is none. A few more steps under timers give the share of a step in which the device works.
+
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail, ensure};
+use serde::{Deserialize, Serialize};
+
+use crate::backend::{Facts, settle};
+use crate::cli::BenchArgs;
+use crate::config::{Config, ConfigError, resolve};
+use crate::data::Data;
+use crate::history::{self, COLD_STEPS, NONE, Row};
+use crate::host;
+use crate::instruments::bound::StepCost;
+use crate::instruments::{Witness, sites};
+use crate::progress::say;
+use crate::train::{Build, Learner, training};
+
+/// Steps under timers after the timed ones.
+const DEVICE_STEPS: u64 = 5;
+
+/// What one process measured.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Measured {
+    facts: Facts,
+    preset: String,
+    batch: usize,
+    seq: usize,
+    retract_every: u64,
+    graph: bool,
+    step_to: u64,
+    /// Median and interquartile range.
+    ms_median: f64,
+    ms_iqr: f64,
+    launches: Option<f64>,
+    nodes: Option<f64>,
+    captures: Option<u64>,
+    syncs: Option<f64>,
+    eager_us: Option<f64>,
+    graph_us: Option<f64>,
+    device_ms: Option<f64>,
+    mem_peak_mib: Option<f64>,
+    /// The sentence on what a step waits for.
+    bound: Option<String>,
+}
+
+/// `dormouse bench`.
+///
+/// # Errors
+/// Too few steps or processes; another process on the GPU; whatever a step says.
+pub fn command(arguments: &BenchArgs, build: Build) -> Result<()> {
+    if arguments.steps < COLD_STEPS + 20 {
+        let problem = format!("bench: --steps is {}; give {} or more", arguments.steps, COLD_STEPS + 20);
+        bail!(ConfigError::Usage(format!("{problem}, since the first {COLD_STEPS} are not timed")));
+    }
+    if arguments.one {
+        let mut config = resolve(&arguments.sources())?;
+        settle(&mut config.run)?;
+        let measured = measure(&config, arguments.steps, build)?;
+        say(&serde_json::to_string(&measured).context("bench: cannot write JSON")?);
+        return Ok(());
+    }
+    if arguments.processes < 2 && arguments.append.is_some() {
+        let problem = "bench: one process has no run-to-run spread; give --processes 2 or more with --append";
+        bail!(ConfigError::Usage(problem.into()));
+    }
+    let mut all = Vec::new();
+    for _ in 0..arguments.processes.max(1) {
+        alone()?;
+        let measured = one_process()?;
+        say(&format!(
+            "{}: median {:.3} ms a step, interquartile range {:.3} ms, steps {} to {}",
+            measured.facts.line(),
+            measured.ms_median,
+            measured.ms_iqr,
+            COLD_STEPS + 1,
+            measured.step_to
+        ));
+        if let Some(bound) = &measured.bound {
+            say(bound);
+        }
+        all.push(measured);
+    }
+    let row = row(&all, &arguments.note)?;
+    say(history::line(&row).trim_end());
+    match &arguments.append {
+        Some(path) => history::append(path, &row),
+        None => Ok(()),
+    }
+}
+
+/// Refuses to measure while another process computes on the GPU. Where nobody can be asked, nothing is known.
+fn alone() -> Result<()> {
+    let asked = Command::new("nvidia-smi").args(["--query-compute-apps=pid", "--format=csv,noheader"]).output();
+    let Some(answer) = asked.ok().filter(|answer| answer.status.success()) else { return Ok(()) };
+    let text = String::from_utf8_lossy(&answer.stdout);
+    let others: Vec<&str> = text.lines().map(str::trim).filter(|line| line.parse::<u32>().is_ok()).collect();
+    ensure!(others.is_empty(), "bench: process {} holds the GPU; a time beside it says nothing", others.join(", "));
+    Ok(())
+}
+
+/// Runs this program again with the same words, to measure in a process of its own.
+fn one_process() -> Result<Measured> {
+    let program = std::env::current_exe().context("bench: this program cannot find itself")?;
+    let child = Command::new(program).args(std::env::args_os().skip(1)).arg("--one").stdout(Stdio::piped()).output();
+    let child = child.context("bench: cannot start a process")?;
+    ensure!(
+        child.status.success(),
+        "bench: a process ended with {}: {}",
+        child.status,
+        String::from_utf8_lossy(&child.stderr).trim()
+    );
+    let text = String::from_utf8_lossy(&child.stdout);
+    let last = text.lines().last().unwrap_or_default();
+    serde_json::from_str(last).with_context(|| format!("bench: a process printed `{last}`"))
+}
+
+fn measure(config: &Config, steps: u64, build: Build) -> Result<Measured> {
+    let data = Data::open(config)?;
+    let mut learner = build(config)?;
+    let price = learner.witness().map(Witness::launch_price).transpose()?.flatten();
+    let mut times = Vec::new();
+    let mut from = Counts::default();
+    for step in 0..steps {
+        if step == COLD_STEPS {
+            from = Counts::of(&*learner);
+        }
+        let took = one_step(&mut *learner, config, &data, step)?;
+        if step >= COLD_STEPS {
+            times.push(took);
+        }
+    }
+    let to = Counts::of(&*learner);
+    let timed = (steps - COLD_STEPS) as f64;
+    let device_ms = learner.witness().is_some().then(|| device_ms(&mut *learner, config, &data, steps)).transpose()?;
+    let counted = learner.witness().is_some();
+    let each = |to: u64, from: u64| counted.then(|| (to - from) as f64 / timed);
+    times.sort_by(f64::total_cmp);
+    let quantile = |q: f64| times[((times.len() - 1) as f64 * q).round() as usize];
+    let (launches, nodes) = (each(to.launches, from.launches), each(to.nodes, from.nodes));
+    let cost =
+        StepCost { step_ms: quantile(0.5), device_ms, launches: launches.unwrap_or(0.0), nodes: nodes.unwrap_or(0.0) };
+    let device_bytes = learner.witness().map(|witness| witness.activity().allocated).filter(|bytes| *bytes > 0);
+    Ok(Measured {
+        facts: learner.facts(),
+        preset: config.preset.clone(),
+        batch: config.train.batch_rows,
+        seq: config.data.seq_bytes,
+        retract_every: config.optimizer.retract_every_steps,
+        graph: config.run.graph,
+        step_to: steps,
+        ms_median: quantile(0.5),
+        ms_iqr: quantile(0.75) - quantile(0.25),
+        launches,
+        nodes,
+        captures: learner.witness().map(Witness::captures),
+        syncs: each(to.syncs, from.syncs),
+        eager_us: price.map(|price| price.eager_us),
+        graph_us: price.and_then(|price| price.graph_us),
+        device_ms,
+        mem_peak_mib: device_bytes.or_else(host::peak_memory_bytes).map(|bytes| bytes as f64 / f64::from(1 << 20)),
+        bound: price.map(|price| cost.line(&price)),
+    })
+}
+
+/// One step as a run takes it; milliseconds.
+fn one_step(learner: &mut dyn Learner, config: &Config, data: &Data, step: u64) -> Result<f64> {
+    // A run has its batch from a worker by the time it needs it.
+    let batch = data.batch(step, config.train.batch_rows)?;
+    let start = Instant::now();
+    learner.step(&batch, config.schedule().lr_at(step, config.train.total_steps.max(step + 1)))?;
+    if (step + 1).is_multiple_of(config.log.every_steps) {
+        let records = learner.drain()?;
+        ensure!(records.iter().all(|record| record.applied), "bench: a step before {} was skipped", step + 1);
+    }
+    Ok(1e3 * start.elapsed().as_secs_f64())
+}
+
+/// Milliseconds of a step in which the device works.
+fn device_ms(learner: &mut dyn Learner, config: &Config, data: &Data, from: u64) -> Result<f64> {
+    let timers = |learner: &dyn Learner, on: bool| {
+        learner.witness().map_or(0, |witness| {
+            witness.set_timers(on);
+            training(witness).device_ns
+        })
+    };
+    let before = timers(learner, true);
+    for step in from..from + DEVICE_STEPS {
+        one_step(learner, config, data, step)?;
+    }
+    let after = timers(learner, false);
+    Ok((after - before) as f64 / 1e6 / DEVICE_STEPS as f64)
+}
+
+/// Counts so far.
+#[derive(Clone, Copy, Default)]
+struct Counts {
+    launches: u64,
+    nodes: u64,
+    /// Waits of the host inside and between steps.
+    syncs: u64,
+}
+
+impl Counts {
+    fn of(learner: &dyn Learner) -> Self {
+        learner.witness().map_or(Self::default(), |witness| {
+            let steps = training(witness);
+            let syncs = sites(witness).values().map(|site| site.syncs).sum();
+            Self { launches: steps.launches, nodes: steps.nodes, syncs }
+        })
+    }
+}
+
+/// The arms of a row: one word if all operations agree, else each with its own.
+fn arms(facts: &Facts) -> String {
+    let mut words: Vec<&String> = facts.arms.values().collect();
+    words.dedup();
+    match words[..] {
+        [] => NONE.to_owned(),
+        [word] => word.clone(),
+        _ => facts.arms.iter().map(|(stem, arm)| format!("{stem}={arm}")).collect::<Vec<_>>().join(","),
+    }
+}
+
+fn row(all: &[Measured], note: &str) -> Result<Row> {
+    let first = all.first().context("bench: no process measured anything")?;
+    let medians = all.iter().map(|measured| measured.ms_median);
+    let (lowest, highest) = medians.clone().fold((f64::INFINITY, 0.0), |(l, h), ms| (ms.min(l), ms.max(h)));
+    let ms = medians.sum::<f64>() / all.len() as f64;
+    let provenance = host::provenance(&[], 0);
+    let text = |value: &serde_json::Value| match value {
+        serde_json::Value::String(text) => text.clone(),
+        serde_json::Value::Bool(flag) => flag.to_string(),
+        _ => NONE.to_owned(),
+    };
+    let number = |value: Option<f64>, digits: usize| value.map_or(NONE.to_owned(), |value| format!("{value:.digits$}"));
+    let (device, driver) = match first.facts.device.split_once(", driver ") {
+        Some((device, driver)) => (device.to_owned(), driver.to_owned()),
+        None => (first.facts.device.clone(), NONE.to_owned()),
+    };
+    let bound = StepCost { step_ms: ms, device_ms: first.device_ms, launches: 0.0, nodes: 0.0 };
+    let mark = if first.facts.unverified { "unverified; " } else { "" };
+    let price = if first.graph { first.graph_us.or(first.eager_us) } else { first.eager_us };
+    Ok(Row::from([
+        ("date", host::now_rfc3339()),
+        ("run", format!("bench-{}", host::now_compact())),
+        ("commit", text(&provenance["commit"])),
+        ("dirty", text(&provenance["dirty"])),
+        ("device", device),
+        ("driver", driver),
+        ("preset", first.preset.clone()),
+        ("batch", first.batch.to_string()),
+        ("seq", first.seq.to_string()),
+        ("precision", first.facts.precision.clone()),
+        ("formats", "f32".to_owned()),
+        ("arms", arms(&first.facts)),
+        ("jepa", NONE.to_owned()),
+        ("ns", NONE.to_owned()),
+        ("retract_every", first.retract_every.to_string()),
+        ("graph", first.graph.to_string()),
+        ("processes", all.len().to_string()),
+        ("step_from", (COLD_STEPS + 1).to_string()),
+        ("step_to", first.step_to.to_string()),
+        ("ms_step_median", number(Some(ms), 4)),
+        ("ms_step_iqr", number(Some(all.iter().map(|m| m.ms_iqr).fold(0.0, f64::max)), 4)),
+        ("ms_run_spread", number(Some(highest - lowest), 4)),
+        ("launches", number(first.launches, 1)),
+        ("nodes", number(first.nodes, 1)),
+        ("captures", first.captures.map_or(NONE.to_owned(), |captures| captures.to_string())),
+        ("syncs", number(first.syncs, 1)),
+        ("launch_price_us", number(price, 3)),
+        ("busy", number(bound.busy(), 3)),
+        ("tokens_s", number(Some((first.batch * first.seq) as f64 * 1e3 / ms), 0)),
+        ("mem_peak_mib", number(first.mem_peak_mib, 1)),
+        ("bpb", NONE.to_owned()),
+        ("source", "measured".to_owned()),
+        ("note", format!("{mark}{note}")),
+    ]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Measured, measure, row};
+    use crate::config::{Backend, preset};
+    use crate::history::{COLD_STEPS, COLUMNS};
+    use crate::history::{line, parse};
+
+    fn measured() -> Measured {
+        let mut config = preset("tiny").unwrap();
+        config.run.backend = Backend::Cpu;
+        (config.train.batch_rows, config.data.seq_bytes) = (1, 8);
+        measure(&config, COLD_STEPS + 20, crate::backend::build).unwrap()
+    }
+
+    #[test]
+    fn two_processes_make_a_good_row() {
+        let one = measured();
+        assert!(one.ms_median > 0.0 && one.launches.is_none());
+        let mut other = one.clone();
+        other.ms_median *= 2.0;
+        let row = row(&[one.clone(), other], "a note").unwrap();
+        let text = COLUMNS.join("\t") + "\n" + &line(&row);
+        let read = parse(&text).unwrap();
+        assert_eq!(read[0]["step_from"], "51");
+        let spread: f64 = read[0]["ms_run_spread"].parse().unwrap();
+        assert!((spread - one.ms_median).abs() < 1e-3, "{spread}");
+        assert_eq!(read[0]["precision"], "f32");
+    }
+}

@@ -1,0 +1,201 @@
+//! The gradient of every parameter tensor against the `f64` reference, and faults that this comparison must notice.
+
+use anyhow::{Result, bail};
+use dormouse_reference::{Backend, Reference};
+use rand::RngExt;
+use rand_distr::StandardNormal;
+
+use super::{Bands, Lab, Outcome, exact, letters};
+use crate::checkpoint::{State, Tensor};
+use crate::config::{Config, Math, preset};
+use crate::instruments::Witness;
+use crate::learner::ModelLearner;
+use crate::model::{Ablation, Param};
+use crate::rng::{Purpose, stream};
+use crate::train::Learner;
+
+/// The parameters that get their gradient through the recurrence alone.
+const BEHIND_THE_RECURRENCE: [&str; 11] = [
+    "kda.q",
+    "kda.k",
+    "kda.v",
+    "kda.decay_down",
+    "kda.decay_up",
+    "kda.beta",
+    "kda.conv_q",
+    "kda.conv_k",
+    "kda.conv_v",
+    "kda.a_log",
+    "kda.dt_bias",
+];
+
+/// Initial weights moved off their symmetric start (zero iteration embedding, unit gains), where some gradients vanish.
+fn weights(config: &Config) -> Result<State> {
+    let mut state = ModelLearner::new(Reference::<f32>::new(), &exact(config))?.export()?;
+    for (row, tensor) in state.weights.values_mut().enumerate() {
+        let mut rng = stream(5, Purpose::Test, 0, row as u64);
+        let moved = tensor.as_f32().unwrap_or_default().iter();
+        let moved = moved.map(|x| x + 0.02 * rng.sample::<f32, _>(StandardNormal)).collect();
+        *tensor = Tensor::f32(&tensor.shape, moved);
+    }
+    Ok(state)
+}
+
+/// How one gradient compares.
+struct Compared<'a> {
+    name: &'a str,
+    /// Worst measure as a share of its band.
+    worst: f64,
+    /// All zero where it should not be.
+    dead: bool,
+    message: String,
+}
+
+/// Relative rms and slope of a gradient. Where the elements' errors are independent, the slope of n of them scatters by
+/// rms / sqrt(n); four times that is added to its band, so that a tensor of few elements is judged by its rms.
+fn compare<'a>(param: &'a Param, got: &[f64], want: &[f64], bands: &Bands) -> Compared<'a> {
+    let square: f64 = want.iter().map(|w| w * w).sum();
+    let error: f64 = got.iter().zip(want).map(|(g, w)| (g - w).powi(2)).sum();
+    let rms = (error / square).sqrt();
+    let slope = (got.iter().zip(want).map(|(g, w)| g * w).sum::<f64>() / square - 1.0).abs();
+    let slope_band = bands.slope + 4.0 * rms / (want.len() as f64).sqrt();
+    let over = [rms / bands.rms, slope / slope_band];
+    // A NaN is worse than anything.
+    let worst = over.into_iter().map(|x| if x.is_nan() { f64::INFINITY } else { x }).fold(0.0, f64::max);
+    let dead = square > 0.0 && got.iter().all(|&g| g == 0.0);
+    let message =
+        format!("`{}` rms {rms:.2e} (band {:.0e}), slope {slope:.2e} ({slope_band:.1e})", param.name, bands.rms);
+    Compared { name: param.name, worst, dead, message }
+}
+
+/// The verdict on all gradients, and the names of dead ones.
+struct Verdict {
+    worst: f64,
+    dead: Vec<String>,
+    message: String,
+}
+
+impl Verdict {
+    fn outcome(self) -> Outcome {
+        match self {
+            Verdict { worst, dead, .. } if worst <= 1.0 && dead.is_empty() => Outcome::Pass(worst),
+            Verdict { dead, message, .. } if dead.is_empty() => Outcome::Fail(message),
+            Verdict { dead, .. } => Outcome::Fail(format!("no gradient at all: {}", dead.join(", "))),
+        }
+    }
+}
+
+fn verdict<B: Backend + Witness>(lab: &Lab<'_, B>, config: &Config, ablation: Ablation) -> Result<Verdict> {
+    let state = weights(config)?;
+    let batch = letters(config, 0);
+    let mut reference = ModelLearner::new(Reference::<f64>::new(), &exact(config))?;
+    reference.import(&state)?;
+    let mut device = lab.learner(config, lab.graphs)?;
+    device.import(&state)?;
+    device.set_ablation(ablation);
+    let (want, _) = reference.gradient(&batch)?;
+    let (got, _) = device.gradient(&batch)?;
+    let bands = Bands::of(lab.math);
+    let params = &device.table().params;
+    let all: Vec<_> = params.iter().map(|p| compare(p, &got[p.range()], &want[p.range()], &bands)).collect();
+    let dead = all.iter().filter(|c| c.dead).map(|c| c.name.to_owned()).collect();
+    let Some(worst) = all.iter().max_by(|a, b| a.worst.total_cmp(&b.worst)) else {
+        bail!("the model has no parameter")
+    };
+    let red = all.iter().filter(|c| c.worst > 1.0).count();
+    Ok(Verdict { worst: worst.worst, dead, message: format!("{red} of {}: {}", all.len(), worst.message) })
+}
+
+/// `tiny`.
+pub fn tiny<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
+    Ok(verdict(lab, &lab.tiny(), Ablation::None)?.outcome())
+}
+
+/// `nano` at batch 1.
+pub fn nano<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
+    if lab.quick {
+        return Ok(Outcome::NotRun("--quick".into()));
+    }
+    let mut config = preset("nano")?;
+    config.train.batch_rows = 1;
+    config.run.precision = lab.math;
+    Ok(verdict(lab, &config, Ablation::None)?.outcome())
+}
+
+/// A fault must be noticed; `Pass` says by how much.
+fn noticed<B: Backend + Witness>(lab: &Lab<'_, B>, fault: Ablation) -> Result<Outcome> {
+    let verdict = verdict(lab, &lab.tiny(), fault)?;
+    if verdict.worst > 1.0 {
+        return Ok(Outcome::Pass(1.0 / verdict.worst));
+    }
+    Ok(Outcome::Fail(format!("the fault is not noticed: {}", verdict.message)))
+}
+
+pub fn decay_gradient_scaled<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
+    noticed(lab, Ablation::DecayGradientScaled)
+}
+
+pub fn decay_bias_dropped<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
+    noticed(lab, Ablation::DecayBiasDropped)
+}
+
+pub fn head_beta_dropped<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
+    noticed(lab, Ablation::FirstHeadBetaDropped)
+}
+
+/// A recurrence that gives no gradient is noticed, and the parameters that die of it are named.
+pub fn detached<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
+    let verdict = verdict(lab, &lab.tiny(), Ablation::DetachRecurrence)?;
+    if verdict.dead == BEHIND_THE_RECURRENCE {
+        return Ok(Outcome::Pass(1.0 / verdict.worst));
+    }
+    let expected = BEHIND_THE_RECURRENCE.join(", ");
+    Ok(Outcome::Fail(format!("named {}, expected {expected}", verdict.dead.join(", "))))
+}
+
+/// Steps of the difference quotient of [`slopes`], as shares of a nat that the loss should change by.
+const NATS: [f64; 3] = [4e-3, 1e-3, 2.5e-4];
+
+/// How well a quotient of two `f32` losses near 5.5 must agree: they are known to 5e-7 and differ by 2.5e-4 or more, and
+/// the curvature along a step that moves the loss by 1e-3 is small.
+const QUOTIENT: f64 = 0.02;
+
+/// Along each tensor's own gradient the loss of the device's forward pass changes as fast as the gradient says:
+/// (L(x + h v) - L(x - h v)) / 2 h = |g| for v = g / |g|. No reference takes part.
+pub fn slopes<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
+    if lab.math != Math::F32 {
+        return Ok(Outcome::NotRun("a difference of rounded losses says nothing".into()));
+    }
+    let config = lab.tiny();
+    let state = weights(&config)?;
+    let batch = letters(&config, 0);
+    let mut device = lab.learner(&config, lab.graphs)?;
+    device.import(&state)?;
+    let (gradient, _) = device.gradient(&batch)?;
+    let params = device.table().params.clone();
+    let (mut worst, mut message) = (0.0, String::new());
+    for param in &params {
+        let g = &gradient[param.range()];
+        let norm = g.iter().map(|x| x * x).sum::<f64>().sqrt();
+        let mut error = f64::INFINITY;
+        for nats in NATS {
+            let h = nats / norm / 2.0;
+            let mut at = |sign: f64| -> Result<f64> {
+                let mut moved = state.clone();
+                let values = state.weights[param.name].as_f32().unwrap_or_default().iter().zip(g);
+                let values = values.map(|(&x, g)| (f64::from(x) + sign * h * g / norm) as f32).collect();
+                moved.weights.insert(param.name.to_owned(), Tensor::f32(&param.shape, values));
+                device.import(&moved)?;
+                let (_, losses) = device.gradient(&batch)?;
+                Ok(losses.iter().sum::<f64>() / losses.len() as f64)
+            };
+            let quotient = (at(1.0)? - at(-1.0)?) / (2.0 * h);
+            error = error.min((quotient / norm - 1.0).abs());
+        }
+        let over = if error.is_nan() { f64::INFINITY } else { error / QUOTIENT };
+        if over > worst {
+            (worst, message) = (over, format!("`{}` changes the loss {error:.1e} off its gradient", param.name));
+        }
+    }
+    Ok(if worst <= 1.0 { Outcome::Pass(worst) } else { Outcome::Fail(message) })
+}

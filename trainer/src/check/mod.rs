@@ -1,0 +1,229 @@
+//! `dormouse check`: the whole training step of a backend on this machine, held against the reference.
+//!
+//! The gates of the operations say that each kernel computes what its definition says. These checks say that a step
+//! made of them does: gradients of every parameter tensor, twenty losses, the same bits from a graph and from a resumed
+//! run, weights that a NaN does not touch, and counters that add up. Faults are planted to show that the gradient check
+//! would notice them.
+//!
+//! | check | red if |
+//! |---|---|
+//! | `gradients` | a parameter tensor's gradient differs from the `f64` reference by more than its band |
+//! | `fault ...` | the planted fault is *not* noticed by `gradients` |
+//! | `slopes` | the loss does not change along a gradient as fast as the gradient says |
+//! | `losses` | 20 losses of `tiny` leave the band around those of the `f32` reference |
+//! | `scores` | held-out scores do, or reading byte by byte gives others than reading at once |
+//! | `twice`, `resume`, `graph` | a second run, a resumed one, an eager one has other bits |
+//! | `nan ...` | a NaN moves a weight or a moment, or is not counted |
+//! | `engagement` | an operation did not run as often as asked, or a cut adjoint is not noticed |
+//! | `memory` | a step after the fourth allocates |
+//!
+//! Bands, relative, by the arithmetic of matrix products. f32: sums of a few hundred terms through some ten products in
+//! a row. tf32 and bf16 round operands by up to 2^-11 and 2^-9; ten such roundings in a row add up to a few times that.
+//!
+//! | | gradient rms | gradient slope | loss |
+//! |---|---|---|---|
+//! | f32 | 1e-4 | 1e-5 | 1e-5 |
+//! | tf32 | 1e-2 | 5e-4 | 1e-3 |
+//! | bf16 | 5e-2 | 5e-3 | 1e-2 |
+
+mod gradients;
+mod steps;
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail, ensure};
+use dormouse_cuda::{Arm, Cuda, Device, Engine, Lavapipe};
+use dormouse_reference::{Backend, Reference};
+
+use crate::backend::{self, settle};
+use crate::cli::CheckArgs;
+use crate::config::{Backend as Word, Config, Math, RunConfig, preset};
+use crate::data::Batch;
+use crate::instruments::Witness;
+use crate::learner::ModelLearner;
+use crate::progress::say;
+use crate::rng::{Purpose, stream};
+
+/// How a check ended.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Outcome {
+    /// Everything lies in its band; the worst of it as a share of the band.
+    Pass(f64),
+    /// Something does not.
+    Fail(String),
+    /// This backend or this choice of options has no such thing.
+    NotRun(String),
+}
+
+/// One line of the table.
+#[derive(Clone, Debug)]
+pub struct Line {
+    /// The check.
+    pub check: &'static str,
+    /// How it ended.
+    pub outcome: Outcome,
+    /// How long it took.
+    pub time: Duration,
+}
+
+/// The relative bands of one arithmetic.
+#[derive(Clone, Copy, Debug)]
+struct Bands {
+    rms: f64,
+    slope: f64,
+    loss: f64,
+}
+
+impl Bands {
+    fn of(math: Math) -> Self {
+        match math {
+            Math::F32 => Self { rms: 1e-4, slope: 1e-5, loss: 1e-5 },
+            Math::Tf32 => Self { rms: 1e-2, slope: 5e-4, loss: 1e-3 },
+            Math::Bf16 => Self { rms: 5e-2, slope: 5e-3, loss: 1e-2 },
+        }
+    }
+}
+
+/// What is checked: a way to open the backend, and at which size.
+pub struct Lab<'a, B> {
+    /// A fresh backend, with graphs where it has them or without.
+    pub open: &'a dyn Fn(bool) -> Result<B>,
+    /// Arithmetic of matrix products.
+    pub math: Math,
+    /// Whether the backend has graphs.
+    pub graphs: bool,
+    /// Small shapes and few steps.
+    pub quick: bool,
+}
+
+impl<B: Backend + Witness> Lab<'_, B> {
+    /// `tiny` on this arithmetic.
+    fn tiny(&self) -> Config {
+        let mut config = preset("tiny").expect("tiny is a preset");
+        config.run.precision = self.math;
+        if self.quick {
+            // A whole chunk of the recurrence and a part of one.
+            (config.train.batch_rows, config.data.seq_bytes) = (2, 70);
+        }
+        config
+    }
+
+    fn learner(&self, config: &Config, graphs: bool) -> Result<ModelLearner<B>> {
+        ModelLearner::new((self.open)(graphs)?, config)
+    }
+}
+
+/// The same run on the reference, which never rounds operands.
+fn exact(config: &Config) -> Config {
+    let mut exact = config.clone();
+    exact.run = RunConfig::default();
+    exact
+}
+
+/// A batch of letters.
+fn letters(config: &Config, step: u64) -> Batch {
+    use rand::RngExt;
+    let (rows, len) = (config.train.batch_rows, config.data.seq_bytes);
+    let bytes = (0..rows).flat_map(|row| {
+        let mut rng = stream(9, Purpose::Test, step, row as u64);
+        (0..=len).map(move |_| rng.random_range(97..123u8))
+    });
+    Batch { step, rows, len, bytes: bytes.collect() }
+}
+
+/// A check by its name.
+type Check<B> = (&'static str, fn(&Lab<'_, B>) -> Result<Outcome>);
+
+/// Every check, the cheapest to read first.
+fn all<B: Backend + Witness>() -> Vec<Check<B>> {
+    vec![
+        ("gradients tiny", gradients::tiny),
+        ("gradients nano", gradients::nano),
+        ("fault dg-times-1.01", gradients::decay_gradient_scaled),
+        ("fault dt-bias-dropped", gradients::decay_bias_dropped),
+        ("fault head-beta-dropped", gradients::head_beta_dropped),
+        ("fault detached", gradients::detached),
+        ("slopes", gradients::slopes),
+        ("losses", steps::losses),
+        ("scores", steps::scores),
+        ("twice", steps::twice),
+        ("resume", steps::resume),
+        ("graph", steps::graph),
+        ("nan loss", steps::nan_loss),
+        ("nan gradient", steps::nan_gradient),
+        ("nan activation", steps::nan_activation),
+        ("engagement", steps::engagement),
+        ("memory", steps::memory),
+    ]
+}
+
+/// Runs the checks whose name contains `only`. What goes wrong inside one is its failure.
+pub fn run<B: Backend + Witness>(lab: &Lab<'_, B>, only: &str, emit: &mut dyn FnMut(&Line)) -> Vec<Line> {
+    let chosen = all::<B>().into_iter().filter(|(name, _)| name.contains(only));
+    chosen
+        .map(|(check, body)| {
+            let start = Instant::now();
+            let outcome = body(lab).unwrap_or_else(|error| Outcome::Fail(format!("{error:#}")));
+            let line = Line { check, outcome, time: start.elapsed() };
+            emit(&line);
+            line
+        })
+        .collect()
+}
+
+/// `dormouse check`.
+///
+/// # Errors
+/// The backend cannot be opened; a check is red.
+pub fn command(arguments: &CheckArgs) -> Result<()> {
+    let mut run = RunConfig { backend: arguments.backend, ..RunConfig::default() };
+    if let Some(note) = settle(&mut run)? {
+        say(&note);
+    }
+    let only = arguments.only.as_deref().unwrap_or("");
+    ensure!(
+        all::<Reference<f32>>().iter().any(|(name, _)| name.contains(only)),
+        "check: no check's name contains `{only}`; there are {}",
+        all::<Reference<f32>>().iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", ")
+    );
+    let red = match run.backend {
+        Word::Cuda => on_device::<Cuda>(arguments, &run, only)?,
+        Word::Lavapipe => on_device::<Lavapipe>(arguments, &run, only)?,
+        Word::Cpu | Word::Auto => {
+            let open = |_| Ok(Reference::<f32>::new());
+            let lab = Lab { open: &open, math: Math::F32, graphs: false, quick: arguments.quick };
+            table(&lab, only, "cpu", "-")
+        }
+    };
+    if red > 0 {
+        bail!("check: {red} checks are red");
+    }
+    Ok(())
+}
+
+fn on_device<R: Engine>(arguments: &CheckArgs, run: &RunConfig, only: &str) -> Result<usize> {
+    let _ = (arguments, only, Arm::ALL);
+    let (_, facts) = backend::open::<R>(run)?;
+    bail!("{} has no kernels yet for some operations of the model", facts.line())
+}
+
+/// Runs the checks, prints a line for each and gives the number of red ones.
+fn table<B: Backend + Witness>(lab: &Lab<'_, B>, only: &str, word: &str, arm: &str) -> usize {
+    let lines = run(lab, only, &mut |line| {
+        let (status, rest) = match &line.outcome {
+            Outcome::Pass(worst) => ("PASS", format!("{worst:.2e} of the band")),
+            Outcome::Fail(why) => ("FAIL", why.replace('\n', " ")),
+            Outcome::NotRun(why) => ("NOTRUN", why.clone()),
+        };
+        say(&format!(
+            "{word:<9} {arm:<6} {:<5} {:<24} {status:<6} {:>6.1} s  {rest}",
+            lab.math.word(),
+            line.check,
+            line.time.as_secs_f64()
+        ));
+    });
+    lines.iter().filter(|line| matches!(line.outcome, Outcome::Fail(_))).count()
+}
+
+#[cfg(test)]
+mod tests;

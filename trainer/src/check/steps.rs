@@ -1,0 +1,258 @@
+//! Whole steps: losses, bits, NaN, counters, memory.
+
+use std::ops::Range;
+
+use anyhow::{Context, Result};
+use dormouse_reference::{Backend, Reference};
+
+use super::{Bands, Lab, Outcome, exact, letters};
+use crate::checkpoint::State;
+use crate::config::Config;
+use crate::data::Data;
+use crate::instruments::Witness;
+use crate::learner::ModelLearner;
+use crate::model::Ablation;
+use crate::train::{Learner, StepRecord};
+
+/// The learning rate of runs whose bits are compared: large enough that every step moves every weight.
+const RATE: f64 = 1e-3;
+
+/// Steps of those runs: two kinds of step, each run eagerly twice, captured and replayed.
+const STEPS: u64 = 12;
+
+/// A share of a band, or a failure beyond it.
+fn within(share: f64, message: impl FnOnce() -> String) -> Outcome {
+    // A NaN is in no band.
+    if share <= 1.0 { Outcome::Pass(share) } else { Outcome::Fail(message()) }
+}
+
+/// 20 losses of `tiny` on the shipped text against the `f32` reference.
+pub fn losses<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
+    let config = lab.tiny();
+    let data = Data::open(&config)?;
+    let run = |learner: &mut dyn Learner| -> Result<Vec<StepRecord>> {
+        for step in 0..20 {
+            let batch = data.batch(step, config.train.batch_rows)?;
+            learner.step(&batch, config.schedule().lr_at(step, config.train.total_steps))?;
+        }
+        learner.drain()
+    };
+    let want = run(&mut ModelLearner::new(Reference::<f32>::new(), &exact(&config))?)?;
+    let got = run(&mut lab.learner(&config, lab.graphs)?)?;
+    let band = Bands::of(lab.math).loss;
+    let (mut worst, mut message) = (0.0, String::new());
+    for (got, want) in got.iter().zip(&want) {
+        let share = (got.loss / want.loss - 1.0).abs() / band;
+        if !got.applied {
+            return Ok(Outcome::Fail(format!("step {} was skipped", got.step + 1)));
+        }
+        if share.is_nan() || share > worst {
+            worst = share;
+            message = format!("step {}: loss {}, expected {} within {band:.0e}", got.step + 1, got.loss, want.loss);
+        }
+    }
+    Ok(if got.len() == 20 { within(worst, || message) } else { Outcome::Fail(format!("{} records of 20", got.len())) })
+}
+
+/// Nats of every position of held-out windows: the mean as the reference has it, and the same read byte by byte.
+pub fn scores<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
+    let config = lab.tiny();
+    let state = ModelLearner::new(Reference::<f32>::new(), &exact(&config))?.export()?;
+    let windows: Vec<Vec<u8>> = (0..3).map(|i| letters(&config, i).bytes[..33].to_vec()).collect();
+    let nats = |learner: &mut dyn Learner| -> Result<Vec<f64>> {
+        learner.import(&state)?;
+        learner.evaluate(&windows)
+    };
+    let want = nats(&mut ModelLearner::new(Reference::<f32>::new(), &exact(&config))?)?;
+    let mut learner = lab.learner(&config, lab.graphs)?;
+    let got = nats(&mut learner)?;
+    let mean = |nats: &[f64]| nats.iter().sum::<f64>() / nats.len() as f64;
+    let band = Bands::of(lab.math).loss;
+    let share = (mean(&got) / mean(&want) - 1.0).abs() / band;
+    let logits = learner.read_along(&windows[0][..32])?;
+    let one_by_one: Vec<f64> =
+        logits.iter().zip(&windows[0][1..]).map(|(logits, &byte)| surprise(logits, byte)).collect();
+    let along = (mean(&one_by_one) / mean(&got[..32]) - 1.0).abs() / band;
+    Ok(within(share.max(along), || {
+        format!(
+            "mean {} nats, expected {} within {band:.0e}; byte by byte {}, at once {}",
+            mean(&got),
+            mean(&want),
+            mean(&one_by_one),
+            mean(&got[..32])
+        )
+    }))
+}
+
+/// Nats of a byte under logits.
+fn surprise(logits: &[f64], byte: u8) -> f64 {
+    let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    logits.iter().map(|x| (x - max).exp()).sum::<f64>().ln() + max - logits[usize::from(byte)]
+}
+
+/// A run with two kinds of step.
+fn config<B: Backend + Witness>(lab: &Lab<'_, B>) -> Config {
+    let mut config = lab.tiny();
+    config.optimizer.retract_every_steps = 2;
+    config
+}
+
+fn advance(learner: &mut dyn Learner, config: &Config, steps: Range<u64>) -> Result<(State, Vec<StepRecord>)> {
+    for step in steps {
+        learner.step(&letters(config, step), RATE)?;
+    }
+    Ok((learner.export()?, learner.drain()?))
+}
+
+/// The first tensor that differs.
+fn difference(got: &State, want: &State) -> Option<String> {
+    let tensors = |state: &State| [state.weights.clone(), state.optimizer.clone()];
+    for (got, want) in tensors(got).iter().zip(&tensors(want)) {
+        let differs = want.iter().find(|(name, tensor)| got.get(*name) != Some(*tensor));
+        if let Some((name, _)) = differs {
+            return Some(name.clone());
+        }
+    }
+    None
+}
+
+fn same(got: &(State, Vec<StepRecord>), want: &(State, Vec<StepRecord>), what: &str) -> Outcome {
+    if let Some(name) = difference(&got.0, &want.0) {
+        return Outcome::Fail(format!("`{name}` has other bits {what}"));
+    }
+    let tail = &want.1[want.1.len() - got.1.len()..];
+    match got.1.iter().zip(tail).find(|(got, want)| got != want) {
+        Some((got, want)) => Outcome::Fail(format!("step {} {what}: {got:?}, expected {want:?}", want.step + 1)),
+        None => Outcome::Pass(0.0),
+    }
+}
+
+/// Two runs have the same bits, and another batch gives others.
+pub fn twice<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
+    let config = config(lab);
+    let run = |from: u64| advance(&mut lab.learner(&config, lab.graphs)?, &config, from..from + STEPS);
+    let first = run(0)?;
+    if difference(&run(64)?.0, &first.0).is_none() {
+        return Ok(Outcome::Fail("another batch gives the same weights, so nothing is compared".into()));
+    }
+    Ok(same(&run(0)?, &first, "the second time"))
+}
+
+/// Half a run, saved and taken up by a fresh learner, is the whole run.
+pub fn resume<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
+    let config = config(lab);
+    let whole = advance(&mut lab.learner(&config, lab.graphs)?, &config, 0..STEPS)?;
+    let half = advance(&mut lab.learner(&config, lab.graphs)?, &config, 0..STEPS / 2)?;
+    let mut resumed = lab.learner(&Config { seed: 77, ..config.clone() }, lab.graphs)?;
+    resumed.import(&half.0)?;
+    Ok(same(&advance(&mut resumed, &config, STEPS / 2..STEPS)?, &whole, "after resuming"))
+}
+
+/// Replayed steps have the bits of eager ones.
+pub fn graph<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
+    if !lab.graphs {
+        return Ok(Outcome::NotRun("the backend has no graphs".into()));
+    }
+    let config = config(lab);
+    let eager = advance(&mut lab.learner(&config, false)?, &config, 0..STEPS)?;
+    let mut learner = lab.learner(&config, true)?;
+    let replayed = advance(&mut learner, &config, 0..STEPS)?;
+    let captures = learner.backend().captures();
+    if captures != 2 {
+        return Ok(Outcome::Fail(format!("{captures} graphs were captured, expected 2: with and without retraction")));
+    }
+    Ok(same(&replayed, &eager, "as a graph"))
+}
+
+/// A step with a NaN changes no weight and no moment, is counted, and the next step is healthy.
+fn nan<B: Backend + Witness>(lab: &Lab<'_, B>, fault: Ablation) -> Result<Outcome> {
+    let config = lab.tiny();
+    let mut learner = lab.learner(&config, lab.graphs)?;
+    // Enough steps that the healthy one is replayed where there are graphs.
+    let (before, _) = advance(&mut learner, &config, 0..4)?;
+    learner.set_ablation(fault);
+    let (mut after, records) = advance(&mut learner, &config, 4..5)?;
+    let [record] = &records[..] else { return Ok(Outcome::Fail(format!("{} records of one step", records.len()))) };
+    if record.applied || record.nonfinite == 0 {
+        return Ok(Outcome::Fail(format!("the step was applied or counts nothing: {record:?}")));
+    }
+    let counters = after.optimizer.insert("counters".to_owned(), before.optimizer["counters"].clone());
+    let counters = counters.as_ref().and_then(|tensor| tensor.as_u32()).unwrap_or_default();
+    if counters != [4, 1, 1, 0] {
+        return Ok(Outcome::Fail(format!("the counters are {counters:?}, expected [4, 1, 1, 0]")));
+    }
+    if let Some(name) = difference(&after, &before) {
+        return Ok(Outcome::Fail(format!("`{name}` was moved")));
+    }
+    learner.set_ablation(Ablation::None);
+    let (healthy, records) = advance(&mut learner, &config, 5..6)?;
+    if difference(&healthy, &before).is_none() || !records.iter().all(|record| record.applied) {
+        return Ok(Outcome::Fail("the step after it was not applied".into()));
+    }
+    Ok(match healthy.first_nonfinite() {
+        Some(name) => Outcome::Fail(format!("`{name}` is not finite one step later")),
+        None => Outcome::Pass(0.0),
+    })
+}
+
+pub fn nan_loss<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
+    nan(lab, Ablation::NanLoss)
+}
+
+pub fn nan_gradient<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
+    nan(lab, Ablation::NanGradient)
+}
+
+pub fn nan_activation<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
+    nan(lab, Ablation::NanActivation)
+}
+
+/// The account of a healthy run adds up, and that of a run whose recurrence has no adjoint does not.
+pub fn engagement<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
+    let config = config(lab);
+    let mut learner = lab.learner(&config, lab.graphs)?;
+    if learner.witness().is_none() {
+        return Ok(Outcome::NotRun("the backend counts nothing".into()));
+    }
+    advance(&mut learner, &config, 0..STEPS)?;
+    learner.evaluate(&[letters(&config, 0).bytes[..33].to_vec()])?;
+    learner.sample(b"ab", 3, 0.0, 0, &mut |_| true)?;
+    let account = |learner: &dyn Learner| learner.engagement().context("the backend counts");
+    let healthy = account(&learner)?;
+    let grad: u64 = healthy.rows.iter().filter(|row| row.grad).map(|row| row.backward[0] + row.backward[1]).sum();
+    let problems = healthy.problems();
+    if grad == 0 || !problems.is_empty() {
+        return Ok(Outcome::Fail(format!("{grad} backward passes; {}", problems.join("; "))));
+    }
+    learner.set_ablation(Ablation::DetachRecurrence);
+    advance(&mut learner, &config, STEPS..STEPS + 1)?;
+    let problems = account(&learner)?.problems();
+    if !problems.iter().any(|problem| problem.starts_with("kda: ")) {
+        return Ok(Outcome::Fail(format!("a recurrence without its adjoint is not noticed: {problems:?}")));
+    }
+    Ok(Outcome::Pass(0.0))
+}
+
+/// After the first steps of each kind nothing is allocated, and the arena stays as large as it is.
+pub fn memory<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
+    let config = config(lab);
+    let mut learner = lab.learner(&config, lab.graphs)?;
+    advance(&mut learner, &config, 0..STEPS)?;
+    let before = learner.backend().activity();
+    if before.allocations == 0 {
+        return Ok(Outcome::NotRun("the backend counts no allocations".into()));
+    }
+    let steps = if lab.quick { 20 } else { 2000 };
+    for step in STEPS..STEPS + steps {
+        learner.step(&letters(&config, step), RATE)?;
+    }
+    let after = learner.backend().activity();
+    if (after.allocations, after.allocated) == (before.allocations, before.allocated) {
+        return Ok(Outcome::Pass(0.0));
+    }
+    let more = after.allocations - before.allocations;
+    Ok(Outcome::Fail(format!(
+        "{more} allocations in {steps} steps; {} bytes before, {} after",
+        before.allocated, after.allocated
+    )))
+}

@@ -1,0 +1,119 @@
+//! What a run knows of its own work: which kernels ran, whether their results were used, what a launch costs.
+//!
+//! A backend that counts is a [`Witness`]. [`Engagement`] holds its count of calls against what the model asks for,
+//! [`atlas`] writes its count of launches step by step, [`bound`] says what a step waits for.
+
+pub mod atlas;
+pub mod bound;
+mod engagement;
+
+use std::collections::BTreeMap;
+
+use dormouse_cuda::runtime::Activity;
+use dormouse_cuda::{Device, Engine, Ledger, Price, Site};
+use dormouse_reference::{Reference, Result, Scalar};
+
+pub use engagement::{Ask, Asked, Engagement, Row};
+
+/// Counts by stage and kernel.
+pub type Sites = BTreeMap<(&'static str, &'static str), Site>;
+
+/// A backend's word on its own work. What a backend does not count it leaves at the default.
+pub trait Witness {
+    /// The hardware and its versions, for people.
+    fn describe(&self) -> String;
+
+    /// The hardware's generation, such as `sm_90`: what receipts are about.
+    fn generation(&self) -> String {
+        "none".to_owned()
+    }
+
+    /// Whether calls and launches are counted at all.
+    fn counts(&self) -> bool {
+        false
+    }
+
+    /// What has run, by the purpose of the step.
+    fn ledgers(&self) -> BTreeMap<&'static str, Ledger> {
+        BTreeMap::new()
+    }
+
+    /// Steps that were captured as a graph.
+    fn captures(&self) -> u64 {
+        0
+    }
+
+    /// What the runtime has done.
+    fn activity(&self) -> Activity {
+        Activity::default()
+    }
+
+    /// Waits until everything that was asked for is done.
+    fn wait(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Measures what a launch costs; absent where nothing is launched.
+    fn launch_price(&self) -> Result<Option<Price>> {
+        Ok(None)
+    }
+
+    /// Whether launches and replays are waited for and timed.
+    fn set_timers(&self, _on: bool) {}
+}
+
+impl<T: Scalar> Witness for Reference<T> {
+    fn describe(&self) -> String {
+        "the reference on this machine's processor".to_owned()
+    }
+}
+
+impl<R: Engine> Witness for Device<R> {
+    fn describe(&self) -> String {
+        Device::describe(self)
+    }
+
+    fn generation(&self) -> String {
+        // The description names it between commas: `NVIDIA H200, sm_90, driver ...`.
+        let text = Device::describe(self);
+        let word = text.split([',', ' ']).find(|word| word.starts_with("sm_"));
+        word.unwrap_or(R::WORD).to_owned()
+    }
+
+    fn counts(&self) -> bool {
+        true
+    }
+
+    fn ledgers(&self) -> BTreeMap<&'static str, Ledger> {
+        Device::ledgers(self)
+    }
+
+    fn captures(&self) -> u64 {
+        Device::captures(self)
+    }
+
+    fn activity(&self) -> Activity {
+        Device::activity(self)
+    }
+
+    fn wait(&self) -> Result<()> {
+        self.sync()
+    }
+
+    fn launch_price(&self) -> Result<Option<Price>> {
+        Device::launch_price(self).map(Some)
+    }
+
+    fn set_timers(&self, on: bool) {
+        Device::set_timers(self, on);
+    }
+}
+
+/// The counts of all purposes together.
+pub fn sites(witness: &dyn Witness) -> Sites {
+    let mut all = Ledger::default();
+    for ledger in witness.ledgers().values() {
+        all.add(&Ledger { sites: ledger.sites.clone(), ..Ledger::default() });
+    }
+    all.sites
+}

@@ -1,0 +1,135 @@
+//! The trainer on the kernels of the GPU, through Mesa's software Vulkan driver. Where no adapter answers, every test
+//! says so and why.
+
+mod process;
+
+use dormouse::checkpoint::{State, newest_good};
+use dormouse_cuda::{Cuda, Engine, Lavapipe};
+use process::Place;
+use serde_json::Value;
+
+/// Whether there is a device, with a line that says why not.
+fn answers() -> bool {
+    match Lavapipe::available() {
+        Ok(()) => true,
+        Err(why) => {
+            eprintln!("NOTRUN {}: {why}", std::thread::current().name().unwrap_or("test"));
+            false
+        }
+    }
+}
+
+/// Arguments of a short run on the software device.
+fn train<'a>(name: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+    let mut arguments = vec!["train", "--preset", "tiny", "--name", name, "--steps", "8", "--backend", "lavapipe"];
+    arguments.extend(["--batch", "2", "--seq", "20", "--save-every", "4", "--eval-every", "8", "--log-every", "4"]);
+    for set in ["data.eval_windows=2", "data.eval_bytes=32", "log.sample_bytes=4"] {
+        arguments.extend(["--set", set]);
+    }
+    arguments.extend(more);
+    arguments
+}
+
+fn state(place: &Place, name: &str) -> State {
+    newest_good(&place.path("runs").join(name).join("checkpoints")).unwrap().loaded.state
+}
+
+fn json(place: &Place, path: &str) -> Value {
+    serde_json::from_str(&std::fs::read_to_string(place.path(path)).unwrap()).unwrap()
+}
+
+#[test]
+fn the_check_is_green_on_both_arms() {
+    if !answers() {
+        return;
+    }
+    let done = Place::new().run(&["check", "--backend", "lavapipe", "--quick"]);
+    done.expect(0, &[]);
+    for arm in ["plain", "fused"] {
+        let lines = done.out.lines().filter(|line| line.contains(&format!("lavapipe  {arm}")));
+        let passed = lines.filter(|line| line.contains(" PASS ")).count();
+        assert!(passed >= 14, "{passed} of arm {arm}: {}", done.out);
+    }
+}
+
+#[test]
+fn a_run_counts_what_it_does_marks_it_and_goes_on_to_the_bit() {
+    if !answers() {
+        return;
+    }
+    let place = Place::new();
+    let whole = place.run(&train("whole", &["--unverified", "--atlas", "atlas.tsv"]));
+    whole.expect(0, &["UNVERIFIED"]);
+    for words in ["launch price: ", "| engagement: 18 operations, 18 fused; grad asked ", "a step: "] {
+        assert!(whole.out.contains(words), "`{words}` is not in: {}", whole.out);
+    }
+    let metrics = std::fs::read_to_string(place.path("runs/whole/metrics.jsonl")).unwrap();
+    let eval: Value = serde_json::from_str(metrics.lines().find(|line| line.contains("\"eval\"")).unwrap()).unwrap();
+    assert_eq!(eval["unverified"], true);
+    let kda = eval["engagement"]["operations"].as_array().unwrap().iter().filter(|row| row["stem"] == "kda");
+    let kda: Vec<&Value> = kda.collect();
+    // Two iterations in eight steps; one evaluation of two windows.
+    assert_eq!((&kda[1]["asked"], &kda[1]["backward"]["fused"]), (&16.into(), &16.into()), "{kda:?}");
+    assert_eq!((&kda[0]["steps"], &kda[0]["asked"]), (&"nograd".into(), &kda[0]["forward"]["fused"]), "{kda:?}");
+    let manifest = json(&place, "runs/whole/checkpoints/step_000008/manifest.json");
+    assert_eq!(manifest["run"]["backend"], "lavapipe");
+    assert_eq!(manifest["run"]["arms"]["kda"], "fused");
+    assert_eq!(manifest["run"]["unverified"], true);
+
+    let top = place.run(&["atlas", "top", "atlas.tsv", "-n", "500"]);
+    top.expect(0, &[]);
+    for stage in
+        ["data", "student forward", "loss", "backward", "sanitise and norm", "optimiser", "retraction", "reads"]
+    {
+        assert!(top.out.lines().any(|line| line.starts_with(stage)), "no stage `{stage}` in: {}", top.out);
+    }
+    assert!(!top.out.contains("none "), "a launch belongs to no stage: {}", top.out);
+
+    place.run(&train("half", &["--unverified", "--stop-at-step", "4"])).expect(0, &["UNVERIFIED"]);
+    let other = ["train", "--resume", "runs/half", "--arm", "kda=plain", "--allow-change", "run.arms"];
+    place
+        .run(&["train", "--resume", "runs/half", "--set", "run.unverified=false"])
+        .expect(2, &["run.arms", "kda: fused"]);
+    place.run(&["train", "--resume", "runs/half"]).expect(0, &["UNVERIFIED"]);
+    assert_eq!(state(&place, "half"), state(&place, "whole"));
+    place.run(&train("changed", &["--unverified", "--stop-at-step", "4"])).expect(0, &[]);
+    let mut other = other.to_vec();
+    other[2] = "runs/changed";
+    place.run(&other).expect(0, &[]);
+
+    // A trained model can be used where its device is not.
+    let bits = |arguments: &[&str]| -> f64 {
+        let done = place.run(arguments);
+        done.expect(0, &[]);
+        let words = done.out.split_whitespace().find_map(|word| word.strip_prefix("model=").map(str::to_owned));
+        words.unwrap().parse().unwrap()
+    };
+    let (there, here) = (bits(&["eval", "runs/whole"]), bits(&["eval", "runs/whole", "--backend", "cpu"]));
+    assert!((there - here).abs() <= 2e-4, "{there} and {here}");
+}
+
+#[test]
+fn what_a_backend_does_not_have_is_refused_with_a_fix() {
+    let place = Place::new();
+    let on_cpu = |more: &[&str]| place.run(&[&["train", "--backend", "cpu", "--steps", "1"], more].concat());
+    on_cpu(&["--precision", "bf16"]).expect(2, &["`run.precision` is bf16", "--backend"]);
+    on_cpu(&["--arm", "kda=fused"]).expect(2, &["run.arms", "leave --arm out"]);
+    on_cpu(&["--atlas", "atlas.tsv"]).expect(2, &["--atlas", "--backend cuda"]);
+    place.run(&["train", "--backend", "gpu"]).expect(2, &["gpu", "cuda"]);
+    place.run(&["train", "--set", "run.backend=gpu"]).expect(2, &["gpu", "cuda"]);
+    place.run(&["arms", "--backend", "cuda", "--arm", "kdaa=plain"]).expect(2, &["kdaa", "dormouse arms"]);
+    place.run(&["check", "--only", "nothing"]).expect(1, &["no check's name", "gradients tiny"]);
+    place.run(&["bench", "--steps", "50"]).expect(2, &["--steps is 50", "70"]);
+    place.run(&["atlas", "top", "missing.tsv"]).expect(1, &["missing.tsv"]);
+    if answers() {
+        let refused = place.run(&train("a", &["--arm", "rms_norm=fused"]));
+        refused.expect(2, &["rms_norm=fused", "no receipt", "--unverified"]);
+    }
+    if let Err(why) = Cuda::available() {
+        let first = why.to_string();
+        place.run(&["train", "--backend", "cuda"]).expect(1, &["run.backend is cuda", &first, "--backend cpu"]);
+        let arms = place.run(&["arms"]);
+        arms.expect(0, &[]);
+        assert!(arms.out.contains("no GPU answers") && arms.out.contains("rms_norm"), "{}", arms.out);
+    }
+}
