@@ -12,6 +12,8 @@
 
 mod arena;
 mod arm;
+mod cross_entropy;
+mod cube;
 mod device;
 mod embedding;
 pub mod kda;

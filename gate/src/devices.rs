@@ -6,6 +6,7 @@ use dormouse_cuda::{Arm, Client, Cuda, Device, Engine, Lavapipe, catalogue};
 use dormouse_harness::description::{Gate, Operation, OperationOn, Run};
 use dormouse_harness::gates::{Context, Outcome, Report, Status, det, diff, poison};
 use dormouse_harness::named::{Named, Values};
+use dormouse_harness::ops::cross_entropy::CrossEntropyOp;
 use dormouse_harness::ops::embedding::EmbeddingOp;
 use dormouse_harness::ops::linear::LinearOp;
 use dormouse_harness::ops::residual::ResidualOp;
@@ -78,7 +79,8 @@ fn on<'a, R: Engine>(
     gates: &'a [Gate],
     context: &'a Context,
 ) -> Box<dyn Iterator<Item = Vec<Report>> + 'a> {
-    let operations: [(&str, Ladder<R>); 4] = [
+    let operations: [(&str, Ladder<R>); 5] = [
+        (CrossEntropyOp::STEM, ladder::<R, CrossEntropyOp>),
         (EmbeddingOp::STEM, ladder::<R, EmbeddingOp>),
         (LinearOp::STEM, ladder::<R, LinearOp>),
         (ResidualOp::STEM, ladder::<R, ResidualOp>),
