@@ -80,6 +80,7 @@ pub struct Kernels {
 #[must_use]
 pub fn catalogue() -> &'static [Kernels] {
     const ALL: &[Kernels] = &[
+        Kernels { stem: "blend", mutants: crate::blend::MUTANTS },
         Kernels { stem: "cross_entropy", mutants: crate::cross_entropy::MUTANTS },
         Kernels { stem: "embedding", mutants: crate::embedding::MUTANTS },
         Kernels { stem: "linear", mutants: &[] },

@@ -12,6 +12,7 @@
 
 mod arena;
 mod arm;
+mod blend;
 mod cross_entropy;
 mod cube;
 mod device;

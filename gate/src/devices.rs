@@ -6,6 +6,7 @@ use dormouse_cuda::{Arm, Client, Cuda, Device, Engine, Lavapipe, catalogue};
 use dormouse_harness::description::{Gate, Operation, OperationOn, Run};
 use dormouse_harness::gates::{Context, Outcome, Report, Status, det, diff, poison};
 use dormouse_harness::named::{Named, Values};
+use dormouse_harness::ops::blend::BlendOp;
 use dormouse_harness::ops::cross_entropy::CrossEntropyOp;
 use dormouse_harness::ops::embedding::EmbeddingOp;
 use dormouse_harness::ops::linear::LinearOp;
@@ -79,7 +80,8 @@ fn on<'a, R: Engine>(
     gates: &'a [Gate],
     context: &'a Context,
 ) -> Box<dyn Iterator<Item = Vec<Report>> + 'a> {
-    let operations: [(&str, Ladder<R>); 5] = [
+    let operations: [(&str, Ladder<R>); 6] = [
+        (BlendOp::STEM, ladder::<R, BlendOp>),
         (CrossEntropyOp::STEM, ladder::<R, CrossEntropyOp>),
         (EmbeddingOp::STEM, ladder::<R, EmbeddingOp>),
         (LinearOp::STEM, ladder::<R, LinearOp>),
