@@ -84,7 +84,7 @@ pub fn catalogue() -> &'static [Kernels] {
         Kernels { stem: "cross_entropy", mutants: crate::cross_entropy::MUTANTS },
         Kernels { stem: "embedding", mutants: crate::embedding::MUTANTS },
         Kernels { stem: "linear", mutants: &[] },
-        Kernels { stem: "residual", mutants: &[] },
+        Kernels { stem: "residual", mutants: crate::residual::MUTANTS },
         Kernels { stem: "rms_norm", mutants: crate::rms_norm::MUTANTS },
     ];
     ALL
