@@ -9,6 +9,8 @@ use dormouse_harness::named::{Named, Values};
 use dormouse_harness::ops::adamw::AdamwOp;
 use dormouse_harness::ops::controller::ControllerOp;
 use dormouse_harness::ops::decay_gate::DecayGateOp;
+use dormouse_harness::ops::blend::BlendOp;
+use dormouse_harness::ops::cross_entropy::CrossEntropyOp;
 use dormouse_harness::ops::embedding::EmbeddingOp;
 use dormouse_harness::ops::expert::ExpertOp;
 use dormouse_harness::ops::kda::KdaOp;
@@ -90,6 +92,9 @@ fn on<'a, R: Engine>(
         (AdamwOp::STEM, ladder::<R, AdamwOp>),
         (ControllerOp::STEM, ladder::<R, ControllerOp>),
         (DecayGateOp::STEM, ladder::<R, DecayGateOp>),
+    let operations: [(&str, Ladder<R>); 6] = [
+        (BlendOp::STEM, ladder::<R, BlendOp>),
+        (CrossEntropyOp::STEM, ladder::<R, CrossEntropyOp>),
         (EmbeddingOp::STEM, ladder::<R, EmbeddingOp>),
         (ExpertOp::STEM, ladder::<R, ExpertOp>),
         (KdaOp::STEM, ladder::<R, KdaOp>),
