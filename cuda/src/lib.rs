@@ -13,11 +13,11 @@
 mod adamw;
 mod arena;
 mod arm;
-mod controller;
-mod decay_gate;
 mod blend;
+mod controller;
 mod cross_entropy;
 mod cube;
+mod decay_gate;
 mod device;
 mod embedding;
 mod expert;

@@ -7,10 +7,10 @@ use dormouse_harness::description::{Gate, Operation, OperationOn, Run};
 use dormouse_harness::gates::{Context, Outcome, Report, Status, det, diff, poison};
 use dormouse_harness::named::{Named, Values};
 use dormouse_harness::ops::adamw::AdamwOp;
-use dormouse_harness::ops::controller::ControllerOp;
-use dormouse_harness::ops::decay_gate::DecayGateOp;
 use dormouse_harness::ops::blend::BlendOp;
+use dormouse_harness::ops::controller::ControllerOp;
 use dormouse_harness::ops::cross_entropy::CrossEntropyOp;
+use dormouse_harness::ops::decay_gate::DecayGateOp;
 use dormouse_harness::ops::embedding::EmbeddingOp;
 use dormouse_harness::ops::expert::ExpertOp;
 use dormouse_harness::ops::kda::KdaOp;
@@ -88,13 +88,12 @@ fn on<'a, R: Engine>(
     gates: &'a [Gate],
     context: &'a Context,
 ) -> Box<dyn Iterator<Item = Vec<Report>> + 'a> {
-    let operations: [(&str, Ladder<R>); 12] = [
+    let operations: [(&str, Ladder<R>); 14] = [
         (AdamwOp::STEM, ladder::<R, AdamwOp>),
-        (ControllerOp::STEM, ladder::<R, ControllerOp>),
-        (DecayGateOp::STEM, ladder::<R, DecayGateOp>),
-    let operations: [(&str, Ladder<R>); 6] = [
         (BlendOp::STEM, ladder::<R, BlendOp>),
+        (ControllerOp::STEM, ladder::<R, ControllerOp>),
         (CrossEntropyOp::STEM, ladder::<R, CrossEntropyOp>),
+        (DecayGateOp::STEM, ladder::<R, DecayGateOp>),
         (EmbeddingOp::STEM, ladder::<R, EmbeddingOp>),
         (ExpertOp::STEM, ladder::<R, ExpertOp>),
         (KdaOp::STEM, ladder::<R, KdaOp>),
