@@ -15,6 +15,7 @@ mod arm;
 mod decay_gate;
 mod device;
 pub mod kda;
+mod l2_norm;
 mod launch;
 mod linear;
 mod matmul;

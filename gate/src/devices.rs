@@ -7,6 +7,7 @@ use dormouse_harness::description::{Gate, Operation, OperationOn, Run};
 use dormouse_harness::gates::{Context, Outcome, Report, Status, det, diff, poison};
 use dormouse_harness::named::{Named, Values};
 use dormouse_harness::ops::decay_gate::DecayGateOp;
+use dormouse_harness::ops::l2_norm::L2NormOp;
 use dormouse_harness::ops::linear::LinearOp;
 use dormouse_harness::ops::residual::ResidualOp;
 use dormouse_harness::ops::rms_norm::RmsNormOp;
@@ -78,8 +79,9 @@ fn on<'a, R: Engine>(
     gates: &'a [Gate],
     context: &'a Context,
 ) -> Box<dyn Iterator<Item = Vec<Report>> + 'a> {
-    let operations: [(&str, Ladder<R>); 4] = [
+    let operations: [(&str, Ladder<R>); 5] = [
         (DecayGateOp::STEM, ladder::<R, DecayGateOp>),
+        (L2NormOp::STEM, ladder::<R, L2NormOp>),
         (LinearOp::STEM, ladder::<R, LinearOp>),
         (ResidualOp::STEM, ladder::<R, ResidualOp>),
         (RmsNormOp::STEM, ladder::<R, RmsNormOp>),
