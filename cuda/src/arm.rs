@@ -85,6 +85,7 @@ pub fn catalogue() -> &'static [Kernels] {
         Kernels { stem: "linear", mutants: &[] },
         Kernels { stem: "residual", mutants: &[] },
         Kernels { stem: "rms_norm", mutants: crate::rms_norm::MUTANTS },
+        Kernels { stem: "short_conv", mutants: crate::short_conv::MUTANTS },
     ];
     ALL
 }

@@ -23,6 +23,7 @@ mod residual;
 mod rms_norm;
 mod rows;
 pub mod runtime;
+mod short_conv;
 mod sigmoid;
 mod sum;
 mod tensor;

@@ -11,6 +11,7 @@ use dormouse_harness::ops::l2_norm::L2NormOp;
 use dormouse_harness::ops::linear::LinearOp;
 use dormouse_harness::ops::residual::ResidualOp;
 use dormouse_harness::ops::rms_norm::RmsNormOp;
+use dormouse_harness::ops::short_conv::ShortConvOp;
 use dormouse_harness::runner::{OnBackend, Runner, upload};
 use dormouse_reference::{DType, Error, Reference, Tensors};
 use ndarray::ArrayD;
@@ -79,12 +80,13 @@ fn on<'a, R: Engine>(
     gates: &'a [Gate],
     context: &'a Context,
 ) -> Box<dyn Iterator<Item = Vec<Report>> + 'a> {
-    let operations: [(&str, Ladder<R>); 5] = [
+    let operations: [(&str, Ladder<R>); 6] = [
         (DecayGateOp::STEM, ladder::<R, DecayGateOp>),
         (L2NormOp::STEM, ladder::<R, L2NormOp>),
         (LinearOp::STEM, ladder::<R, LinearOp>),
         (ResidualOp::STEM, ladder::<R, ResidualOp>),
         (RmsNormOp::STEM, ladder::<R, RmsNormOp>),
+        (ShortConvOp::STEM, ladder::<R, ShortConvOp>),
     ];
     let client = R::open().map_err(|why| why.to_string());
     let chosen = operations.into_iter().filter(|(stem, _)| stems.is_empty() || stems.iter().any(|s| s == stem));
