@@ -81,6 +81,7 @@ pub struct Kernels {
 pub fn catalogue() -> &'static [Kernels] {
     const ALL: &[Kernels] = &[
         Kernels { stem: "decay_gate", mutants: crate::decay_gate::MUTANTS },
+        Kernels { stem: "gated_rms_norm", mutants: crate::gated_rms_norm::MUTANTS },
         Kernels { stem: "l2_norm", mutants: crate::l2_norm::MUTANTS },
         Kernels { stem: "linear", mutants: &[] },
         Kernels { stem: "residual", mutants: &[] },

@@ -14,6 +14,7 @@ mod arena;
 mod arm;
 mod decay_gate;
 mod device;
+mod gated_rms_norm;
 pub mod kda;
 mod l2_norm;
 mod launch;

@@ -7,6 +7,7 @@ use dormouse_harness::description::{Gate, Operation, OperationOn, Run};
 use dormouse_harness::gates::{Context, Outcome, Report, Status, det, diff, poison};
 use dormouse_harness::named::{Named, Values};
 use dormouse_harness::ops::decay_gate::DecayGateOp;
+use dormouse_harness::ops::gated_rms_norm::GatedRmsNormOp;
 use dormouse_harness::ops::l2_norm::L2NormOp;
 use dormouse_harness::ops::linear::LinearOp;
 use dormouse_harness::ops::residual::ResidualOp;
@@ -80,8 +81,9 @@ fn on<'a, R: Engine>(
     gates: &'a [Gate],
     context: &'a Context,
 ) -> Box<dyn Iterator<Item = Vec<Report>> + 'a> {
-    let operations: [(&str, Ladder<R>); 6] = [
+    let operations: [(&str, Ladder<R>); 7] = [
         (DecayGateOp::STEM, ladder::<R, DecayGateOp>),
+        (GatedRmsNormOp::STEM, ladder::<R, GatedRmsNormOp>),
         (L2NormOp::STEM, ladder::<R, L2NormOp>),
         (LinearOp::STEM, ladder::<R, LinearOp>),
         (ResidualOp::STEM, ladder::<R, ResidualOp>),
