@@ -174,12 +174,22 @@ fn backward_kernel(
             x1 = joined(x, context, b, first - 2, c, time, channels, has_context);
             x2 = joined(x, context, b, first - 1, c, time, channels, has_context);
         }
+        // Tokens before this one have no dc.
+        let mut begin = 0usize;
+        if comptime!(mutant == 7) {
+            begin = first;
+        }
+        // The first position with a part of dn.
+        let mut tail = long;
+        if comptime!(has_next && mutant != 6) {
+            tail = time;
+        }
         for u in first..last + before {
             let mut x3 = 0.0f32;
             let mut d0 = 0.0f32;
             if u < long {
                 x3 = joined(x, context, b, u, c, time, channels, has_context);
-                if u >= before {
+                if u >= begin + before {
                     let sum = shift + w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3;
                     let (open, closed) = sigmoids(sum);
                     let mut slope = open * (1.0f32 + sum * closed);
@@ -187,11 +197,6 @@ fn backward_kernel(
                         slope = open;
                     }
                     d0 = dy.at((b * time + u - before) * channels + c) * slope;
-                }
-            }
-            if comptime!(mutant == 7) {
-                if u < first + before {
-                    d0 = 0.0f32;
                 }
             }
             if u >= first + before {
@@ -202,10 +207,8 @@ fn backward_kernel(
                 s3 += d0 * x3;
                 s4 += d0;
                 let mut value = w0 * d0 + w1 * d1 + w2 * d2 + w3 * d3;
-                if comptime!(has_next && mutant != 6) {
-                    if i >= time {
-                        value += dnext.at((b * before + i - time) * channels + c);
-                    }
+                if i >= tail {
+                    value += dnext.at((b * before + i - time) * channels + c);
                 }
                 if i >= before {
                     dx.set((b * time + i - before) * channels + c, value);

@@ -120,16 +120,17 @@ fn inputs_kernel(
         let b = n / channels / long;
         let mut sum = 0.0f32;
         for j in 0..comptime!(WIDTH) {
-            if j <= i {
-                if i - j < time {
-                    sum += weight.at(j * channels + c) * dc.at((b * time + i - j) * channels + c);
-                }
+            if i >= j && i - j < time {
+                sum += weight.at(j * channels + c) * dc.at((b * time + i - j) * channels + c);
             }
         }
+        // The first position with a part of dn.
+        let mut tail = long;
         if has_next {
-            if i >= time {
-                sum += dnext.at((b * before + i - time) * channels + c);
-            }
+            tail = time;
+        }
+        if i >= tail {
+            sum += dnext.at((b * before + i - time) * channels + c);
         }
         if i >= before {
             dx.set((b * time + i - before) * channels + c, sum);
