@@ -94,6 +94,12 @@ pub fn catalogue() -> &'static [Kernels] {
         Kernels { stem: "rms_norm", mutants: crate::rms_norm::MUTANTS },
         Kernels { stem: "sanitise", mutants: crate::sanitise::MUTANTS },
         Kernels { stem: "spectral", mutants: crate::spectral::MUTANTS },
+        Kernels { stem: "gated_rms_norm", mutants: crate::gated_rms_norm::MUTANTS },
+        Kernels { stem: "l2_norm", mutants: crate::l2_norm::MUTANTS },
+        Kernels { stem: "linear", mutants: &[] },
+        Kernels { stem: "residual", mutants: &[] },
+        Kernels { stem: "rms_norm", mutants: crate::rms_norm::MUTANTS },
+        Kernels { stem: "short_conv", mutants: crate::short_conv::MUTANTS },
     ];
     ALL
 }
