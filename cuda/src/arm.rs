@@ -87,19 +87,16 @@ pub fn catalogue() -> &'static [Kernels] {
         Kernels { stem: "decay_gate", mutants: crate::decay_gate::MUTANTS },
         Kernels { stem: "embedding", mutants: crate::embedding::MUTANTS },
         Kernels { stem: "expert", mutants: crate::expert::MUTANTS },
+        Kernels { stem: "gated_rms_norm", mutants: crate::gated_rms_norm::MUTANTS },
         Kernels { stem: "kda", mutants: crate::kda::MUTANTS },
+        Kernels { stem: "l2_norm", mutants: crate::l2_norm::MUTANTS },
         Kernels { stem: "linear", mutants: crate::linear::MUTANTS },
         Kernels { stem: "record", mutants: crate::record::MUTANTS },
         Kernels { stem: "residual", mutants: crate::residual::MUTANTS },
         Kernels { stem: "rms_norm", mutants: crate::rms_norm::MUTANTS },
         Kernels { stem: "sanitise", mutants: crate::sanitise::MUTANTS },
-        Kernels { stem: "spectral", mutants: crate::spectral::MUTANTS },
-        Kernels { stem: "gated_rms_norm", mutants: crate::gated_rms_norm::MUTANTS },
-        Kernels { stem: "l2_norm", mutants: crate::l2_norm::MUTANTS },
-        Kernels { stem: "linear", mutants: &[] },
-        Kernels { stem: "residual", mutants: &[] },
-        Kernels { stem: "rms_norm", mutants: crate::rms_norm::MUTANTS },
         Kernels { stem: "short_conv", mutants: crate::short_conv::MUTANTS },
+        Kernels { stem: "spectral", mutants: crate::spectral::MUTANTS },
     ];
     ALL
 }

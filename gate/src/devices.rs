@@ -13,16 +13,16 @@ use dormouse_harness::ops::cross_entropy::CrossEntropyOp;
 use dormouse_harness::ops::decay_gate::DecayGateOp;
 use dormouse_harness::ops::embedding::EmbeddingOp;
 use dormouse_harness::ops::expert::ExpertOp;
-use dormouse_harness::ops::kda::KdaOp;
 use dormouse_harness::ops::gated_rms_norm::GatedRmsNormOp;
+use dormouse_harness::ops::kda::KdaOp;
 use dormouse_harness::ops::l2_norm::L2NormOp;
 use dormouse_harness::ops::linear::LinearOp;
 use dormouse_harness::ops::record::RecordOp;
 use dormouse_harness::ops::residual::ResidualOp;
 use dormouse_harness::ops::rms_norm::RmsNormOp;
 use dormouse_harness::ops::sanitise::SanitiseOp;
-use dormouse_harness::ops::spectral::SpectralOp;
 use dormouse_harness::ops::short_conv::ShortConvOp;
+use dormouse_harness::ops::spectral::SpectralOp;
 use dormouse_harness::runner::{OnBackend, Runner, upload};
 use dormouse_reference::{DType, Error, Reference, Tensors};
 use ndarray::ArrayD;
@@ -91,7 +91,7 @@ fn on<'a, R: Engine>(
     gates: &'a [Gate],
     context: &'a Context,
 ) -> Box<dyn Iterator<Item = Vec<Report>> + 'a> {
-    let operations: [(&str, Ladder<R>); 14] = [
+    let operations: [(&str, Ladder<R>); 17] = [
         (AdamwOp::STEM, ladder::<R, AdamwOp>),
         (BlendOp::STEM, ladder::<R, BlendOp>),
         (ControllerOp::STEM, ladder::<R, ControllerOp>),
@@ -99,18 +99,16 @@ fn on<'a, R: Engine>(
         (DecayGateOp::STEM, ladder::<R, DecayGateOp>),
         (EmbeddingOp::STEM, ladder::<R, EmbeddingOp>),
         (ExpertOp::STEM, ladder::<R, ExpertOp>),
-        (KdaOp::STEM, ladder::<R, KdaOp>),
-    let operations: [(&str, Ladder<R>); 7] = [
-        (DecayGateOp::STEM, ladder::<R, DecayGateOp>),
         (GatedRmsNormOp::STEM, ladder::<R, GatedRmsNormOp>),
+        (KdaOp::STEM, ladder::<R, KdaOp>),
         (L2NormOp::STEM, ladder::<R, L2NormOp>),
         (LinearOp::STEM, ladder::<R, LinearOp>),
         (RecordOp::STEM, ladder::<R, RecordOp>),
         (ResidualOp::STEM, ladder::<R, ResidualOp>),
         (RmsNormOp::STEM, ladder::<R, RmsNormOp>),
         (SanitiseOp::STEM, ladder::<R, SanitiseOp>),
-        (SpectralOp::STEM, ladder::<R, SpectralOp>),
         (ShortConvOp::STEM, ladder::<R, ShortConvOp>),
+        (SpectralOp::STEM, ladder::<R, SpectralOp>),
     ];
     let client = R::open().map_err(|why| why.to_string());
     let chosen = operations.into_iter().filter(|(stem, _)| stems.is_empty() || stems.iter().any(|s| s == stem));
