@@ -84,6 +84,7 @@ pub fn catalogue() -> &'static [Kernels] {
         Kernels { stem: "linear", mutants: &[] },
         Kernels { stem: "record", mutants: crate::record::MUTANTS },
         Kernels { stem: "residual", mutants: &[] },
+        Kernels { stem: "retract", mutants: crate::retract::MUTANTS },
         Kernels { stem: "rms_norm", mutants: crate::rms_norm::MUTANTS },
         Kernels { stem: "sanitise", mutants: crate::sanitise::MUTANTS },
     ];

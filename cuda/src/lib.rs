@@ -21,6 +21,7 @@ mod matmul;
 mod ranges;
 mod record;
 mod residual;
+mod retract;
 mod rms_norm;
 mod rows;
 pub mod runtime;

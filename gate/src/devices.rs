@@ -10,6 +10,7 @@ use dormouse_harness::ops::adamw::AdamwOp;
 use dormouse_harness::ops::linear::LinearOp;
 use dormouse_harness::ops::record::RecordOp;
 use dormouse_harness::ops::residual::ResidualOp;
+use dormouse_harness::ops::retract::RetractOp;
 use dormouse_harness::ops::rms_norm::RmsNormOp;
 use dormouse_harness::ops::sanitise::SanitiseOp;
 use dormouse_harness::runner::{OnBackend, Runner, upload};
@@ -80,11 +81,12 @@ fn on<'a, R: Engine>(
     gates: &'a [Gate],
     context: &'a Context,
 ) -> Box<dyn Iterator<Item = Vec<Report>> + 'a> {
-    let operations: [(&str, Ladder<R>); 6] = [
+    let operations: [(&str, Ladder<R>); 7] = [
         (AdamwOp::STEM, ladder::<R, AdamwOp>),
         (LinearOp::STEM, ladder::<R, LinearOp>),
         (RecordOp::STEM, ladder::<R, RecordOp>),
         (ResidualOp::STEM, ladder::<R, ResidualOp>),
+        (RetractOp::STEM, ladder::<R, RetractOp>),
         (RmsNormOp::STEM, ladder::<R, RmsNormOp>),
         (SanitiseOp::STEM, ladder::<R, SanitiseOp>),
     ];
