@@ -43,6 +43,16 @@ const HELD: usize = polar::LARGEST_K;
 /// Iterations before A is computed anew.
 const ROUND: usize = 4;
 
+/// The larger of two numbers that are not NaN, written out because devices differ about NaN.
+#[cube]
+fn larger(a: f32, b: f32) -> f32 {
+    let mut most = a;
+    if b > a {
+        most = b;
+    }
+    most
+}
+
 /// A block of rows, over its own power of two: a tile of its X^T X.
 ///
 /// Mutants: 8 misses the last row of a block.
@@ -98,9 +108,7 @@ fn gram_kernel(
     for level in 0..8u32 {
         let half = comptime!(128usize >> level as usize);
         if me < half {
-            if shared[me + half] > shared[me] {
-                shared[me] = shared[me + half];
-            }
+            shared[me] = larger(shared[me], shared[me + half]);
         }
         sync_cube();
     }

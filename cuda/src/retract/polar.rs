@@ -339,14 +339,15 @@ fn polar_kernel(
         }
         let fourth = square_sum(work, q, k, &mut shared).sqrt();
         let mut square = eigenvalue;
-        let mean = eighth_power_mean(size, fourth, k as u32);
+        let mut mean = eighth_power_mean(size, fourth, k as u32);
         if comptime!(mutant == 6) {
             square = 0.0f32;
         }
-        if comptime!(mutant != 2) {
-            if mean > square {
-                square = mean;
-            }
+        if comptime!(mutant == 2) {
+            mean = 0.0f32;
+        }
+        if mean > square {
+            square = mean;
         }
         sigma = square.sqrt();
     }
@@ -385,13 +386,13 @@ fn polar_kernel(
         }
         let linear = f32::new(comptime!(LINEAR));
         let constant = f32::new(comptime!(CONSTANT));
-        let mut product = base + comptime!(M) * kk;
-        let mut other = product + kk;
         for step in 0..iterations {
-            // The first polynomial is the product so far.
+            let product = base + (comptime!(M) + (step + 1u32) as usize % 2) * kk;
+            let next = base + (comptime!(M) + step as usize % 2) * kk;
+            // The first polynomial is the product of all so far.
             let mut here = p;
             if step == 0u32 {
-                here = product;
+                here = next;
             }
             // P from A, the product so far times P, Q = P A, and A = P Q; the last iteration needs no more A. One call in
             // a loop, because every call is compiled anew.
@@ -413,7 +414,7 @@ fn polar_kernel(
                     wanted = step > 0u32;
                     x = product;
                     y = p;
-                    out = other;
+                    out = next;
                 } else {
                     wanted = step + 1u32 < iterations;
                     if part == 3u32 {
@@ -424,11 +425,6 @@ fn polar_kernel(
                 if wanted {
                     multiply(work, x, y, out, alpha, beta, gamma, k, &mut of_x, &mut of_y);
                 }
-            }
-            if step > 0u32 {
-                let last = product;
-                product = other;
-                other = last;
             }
         }
     } else {
