@@ -32,6 +32,7 @@ mod price;
 mod ranges;
 mod record;
 mod residual;
+mod retract;
 mod rms_norm;
 mod rows;
 pub mod runtime;

@@ -19,6 +19,7 @@ use dormouse_harness::ops::l2_norm::L2NormOp;
 use dormouse_harness::ops::linear::LinearOp;
 use dormouse_harness::ops::record::RecordOp;
 use dormouse_harness::ops::residual::ResidualOp;
+use dormouse_harness::ops::retract::RetractOp;
 use dormouse_harness::ops::rms_norm::RmsNormOp;
 use dormouse_harness::ops::sanitise::SanitiseOp;
 use dormouse_harness::ops::short_conv::ShortConvOp;
@@ -92,6 +93,7 @@ fn on<'a, R: Engine>(
     context: &'a Context,
 ) -> Box<dyn Iterator<Item = Vec<Report>> + 'a> {
     let operations: [(&str, Ladder<R>); 17] = [
+    let operations: [(&str, Ladder<R>); 7] = [
         (AdamwOp::STEM, ladder::<R, AdamwOp>),
         (BlendOp::STEM, ladder::<R, BlendOp>),
         (ControllerOp::STEM, ladder::<R, ControllerOp>),
@@ -105,6 +107,7 @@ fn on<'a, R: Engine>(
         (LinearOp::STEM, ladder::<R, LinearOp>),
         (RecordOp::STEM, ladder::<R, RecordOp>),
         (ResidualOp::STEM, ladder::<R, ResidualOp>),
+        (RetractOp::STEM, ladder::<R, RetractOp>),
         (RmsNormOp::STEM, ladder::<R, RmsNormOp>),
         (SanitiseOp::STEM, ladder::<R, SanitiseOp>),
         (ShortConvOp::STEM, ladder::<R, ShortConvOp>),
