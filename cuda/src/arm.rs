@@ -93,7 +93,6 @@ pub fn catalogue() -> &'static [Kernels] {
         Kernels { stem: "linear", mutants: crate::linear::MUTANTS },
         Kernels { stem: "record", mutants: crate::record::MUTANTS },
         Kernels { stem: "residual", mutants: crate::residual::MUTANTS },
-        Kernels { stem: "residual", mutants: &[] },
         Kernels { stem: "retract", mutants: crate::retract::MUTANTS },
         Kernels { stem: "rms_norm", mutants: crate::rms_norm::MUTANTS },
         Kernels { stem: "sanitise", mutants: crate::sanitise::MUTANTS },

@@ -92,8 +92,7 @@ fn on<'a, R: Engine>(
     gates: &'a [Gate],
     context: &'a Context,
 ) -> Box<dyn Iterator<Item = Vec<Report>> + 'a> {
-    let operations: [(&str, Ladder<R>); 17] = [
-    let operations: [(&str, Ladder<R>); 7] = [
+    let operations: [(&str, Ladder<R>); 18] = [
         (AdamwOp::STEM, ladder::<R, AdamwOp>),
         (BlendOp::STEM, ladder::<R, BlendOp>),
         (ControllerOp::STEM, ladder::<R, ControllerOp>),
