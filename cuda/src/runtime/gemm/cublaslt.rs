@@ -23,11 +23,9 @@ pub const WORKSPACE: usize = 32 << 20;
 /// Suggestions that the library is asked for.
 const SUGGESTIONS: usize = 16;
 
-/// Bytes of the widest access that an algorithm makes to memory.
-const WIDEST: u32 = 16;
-
-/// The largest alignment that makes a difference to the library, 256 bytes, as a power of two.
-const ALIGNMENT: u32 = 8;
+/// Bytes of the widest access that an algorithm makes to memory. An address is a multiple of it or of a word only: finer
+/// classes would make the bits of a product depend on where in memory it lies, and buy nothing.
+const WIDEST: u64 = 16;
 
 /// The library with its plans. Used on the device thread only.
 pub struct Library {
@@ -270,7 +268,8 @@ impl Library {
 
     /// Launches a product on the stream, or records it; false if there is no algorithm for it.
     pub fn launch(&mut self, call: &Call, at: &Addresses, stream: &CudaStream) -> Result<bool, Error> {
-        let alignments = [at.a, at.b, at.added, at.out].map(|at| 1 << at.trailing_zeros().min(ALIGNMENT));
+        let class = |at: u64| if at.is_multiple_of(WIDEST) { WIDEST as u32 } else { size_of::<f32>() as u32 };
+        let alignments = [at.a, at.b, at.added, at.out].map(class);
         let key = (*call, alignments);
         if !self.plans.contains_key(&key) {
             let plan = self.plan(call, alignments, at.added)?;
@@ -324,7 +323,7 @@ impl Library {
         let plan = Plan { description, first, second, out, algorithm: sys::cublasLtMatmulAlgo_t { data: [0; 8] } };
         let suggestions = self.suggestions(&plan, call, alignments)?;
         // The library's check does not look at addresses, and the table was measured with aligned ones.
-        let aligned = alignments.iter().all(|&alignment| alignment >= WIDEST);
+        let aligned = alignments.iter().all(|&alignment| u64::from(alignment) == WIDEST);
         let measured = self.table.get(&Key::of(self.sm, self.version, call)).filter(|_| aligned).copied();
         let measured = measured.map(|data| sys::cublasLtMatmulAlgo_t { data });
         let (algorithm, source) = match (self.asked, measured) {
@@ -445,7 +444,7 @@ mod tests {
                 let call = Call { precision, batch: 3, m: 20, k: 24, n: 20, a, b, added, out };
                 Description::new(&call, 512).unwrap().set_row(1024).unwrap();
                 Layout::new(24, 20, call.batch, call.a).unwrap();
-                Preference::new([4, 16, 256, 8]).unwrap();
+                Preference::new([4, 16, 16, 4]).unwrap();
             }
         }
     }
