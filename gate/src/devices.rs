@@ -128,31 +128,6 @@ impl Plan<'_> {
     }
 }
 
-fn on<'a, R: Engine>(
-    stems: &'a [String],
-    gates: &'a [Gate],
-    context: &'a Context,
-) -> Box<dyn Iterator<Item = Vec<Report>> + 'a> {
-    let operations: [(&str, Ladder<R>); 18] = [
-        (AdamwOp::STEM, ladder::<R, AdamwOp>),
-        (BlendOp::STEM, ladder::<R, BlendOp>),
-        (ControllerOp::STEM, ladder::<R, ControllerOp>),
-        (CrossEntropyOp::STEM, ladder::<R, CrossEntropyOp>),
-        (DecayGateOp::STEM, ladder::<R, DecayGateOp>),
-        (EmbeddingOp::STEM, ladder::<R, EmbeddingOp>),
-        (ExpertOp::STEM, ladder::<R, ExpertOp>),
-        (GatedRmsNormOp::STEM, ladder::<R, GatedRmsNormOp>),
-        (KdaOp::STEM, ladder::<R, KdaOp>),
-        (L2NormOp::STEM, ladder::<R, L2NormOp>),
-        (LinearOp::STEM, ladder::<R, LinearOp>),
-        (RecordOp::STEM, ladder::<R, RecordOp>),
-        (ResidualOp::STEM, ladder::<R, ResidualOp>),
-        (RetractOp::STEM, ladder::<R, RetractOp>),
-        (RmsNormOp::STEM, ladder::<R, RmsNormOp>),
-        (SanitiseOp::STEM, ladder::<R, SanitiseOp>),
-        (ShortConvOp::STEM, ladder::<R, ShortConvOp>),
-        (SpectralOp::STEM, ladder::<R, SpectralOp>),
-    ];
 /// What comes of a plan, as it comes.
 pub enum Event {
     /// A gate has run.
@@ -186,7 +161,9 @@ macro_rules! operations {
         [$(($operation::STEM, $task::<$runtime, $operation> as $signature)),*]
     };
     ($task:ident, $runtime:ty, $signature:ty) => {
-        operations!($task, $runtime, $signature; LinearOp ResidualOp RmsNormOp)
+        operations!($task, $runtime, $signature;
+            AdamwOp BlendOp ControllerOp CrossEntropyOp DecayGateOp EmbeddingOp ExpertOp GatedRmsNormOp KdaOp
+            L2NormOp LinearOp RecordOp ResidualOp RetractOp RmsNormOp SanitiseOp ShortConvOp SpectralOp)
     };
 }
 
@@ -203,7 +180,7 @@ fn precisions<'a, O: Operation>(plan: &Plan<'a>) -> &'a [Precision] {
 }
 
 /// What the arithmetic is called behind the arm.
-fn label<O: Operation>(backend: &str, setting: &Setting) -> String {
+fn label(backend: &str, setting: &Setting) -> String {
     let precision = match setting.precision {
         Precision::Full => String::new(),
         other => format!(" {}", word(other)),
@@ -241,7 +218,7 @@ where
                     Ok(client) => gate_in::<R, O>(gate, client, &setting, plan.context, &mut evidence.figures),
                 };
                 evidence.note(gate, &outcome);
-                let backend = label::<O>(R::WORD, &setting);
+                let backend = label(R::WORD, &setting);
                 sink(Event::Report(Report { stem: O::STEM, gate, backend, outcome, time: start.elapsed() }));
             }
             sink(Event::Row);

@@ -58,6 +58,13 @@ impl Operation for KdaOp {
 
     const STEM: &'static str = "kda";
 
+    /// The longest chain of products is that of dg: scores, inverse, U, states, Z, and the product that makes the gradient.
+    const PRODUCTS: u32 = 6;
+
+    fn set_precision(config: &mut Config, precision: Precision) {
+        config.precision = precision;
+    }
+
     fn tensors() -> Vec<TensorSpec> {
         vec![
             TensorSpec::input("q", &["B", "T", "H", "K"]),
