@@ -106,8 +106,7 @@ pub fn build(config: &Config) -> Result<Box<dyn Learner>> {
 
 fn on_device<R: Engine>(config: &Config) -> Result<Box<dyn Learner>> {
     let (b, facts) = open::<R>(&config.run)?;
-    let _ = (b, facts);
-    anyhow::bail!("{} has no kernels yet for some operations of the model; give --backend cpu", R::WORD)
+    Ok(Box::new(ModelLearner::new(b, config)?.with_facts(facts)))
 }
 
 /// The hardware's generation, such as `sm_90`.
