@@ -81,16 +81,22 @@ pub struct Kernels {
 pub fn catalogue() -> &'static [Kernels] {
     const ALL: &[Kernels] = &[
         Kernels { stem: "adamw", mutants: crate::adamw::MUTANTS },
+        Kernels { stem: "blend", mutants: crate::blend::MUTANTS },
         Kernels { stem: "controller", mutants: crate::controller::MUTANTS },
+        Kernels { stem: "cross_entropy", mutants: crate::cross_entropy::MUTANTS },
         Kernels { stem: "decay_gate", mutants: crate::decay_gate::MUTANTS },
         Kernels { stem: "embedding", mutants: crate::embedding::MUTANTS },
         Kernels { stem: "expert", mutants: crate::expert::MUTANTS },
+        Kernels { stem: "gated_rms_norm", mutants: crate::gated_rms_norm::MUTANTS },
         Kernels { stem: "kda", mutants: crate::kda::MUTANTS },
+        Kernels { stem: "l2_norm", mutants: crate::l2_norm::MUTANTS },
         Kernels { stem: "linear", mutants: crate::linear::MUTANTS },
         Kernels { stem: "record", mutants: crate::record::MUTANTS },
-        Kernels { stem: "residual", mutants: &[] },
+        Kernels { stem: "residual", mutants: crate::residual::MUTANTS },
+        Kernels { stem: "retract", mutants: crate::retract::MUTANTS },
         Kernels { stem: "rms_norm", mutants: crate::rms_norm::MUTANTS },
         Kernels { stem: "sanitise", mutants: crate::sanitise::MUTANTS },
+        Kernels { stem: "short_conv", mutants: crate::short_conv::MUTANTS },
         Kernels { stem: "spectral", mutants: crate::spectral::MUTANTS },
     ];
     ALL

@@ -259,6 +259,11 @@ impl<R: Engine> Device<R> {
         self.client.properties().hardware.max_shared_memory_size
     }
 
+    /// Whether kernels may use an NVIDIA GPU's matrix units.
+    pub(crate) fn matrix_units(&self) -> bool {
+        !self.client.properties().features.matmul.mma.is_empty()
+    }
+
     /// A tensor of floats as a kernel's argument; [`check_floats`](Self::check_floats) came first.
     pub(crate) fn floats(&self, tensor: &Tensor) -> FloatsLaunch<R> {
         tensor.floats(self.alignment)

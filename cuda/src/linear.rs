@@ -2,7 +2,7 @@
 //!
 //! `bias`, `plus` and the gradient that a weight already has are added by the product that writes there, so forward is
 //! one launch and backward two in both arms. The arms differ in the kernel of the products, and in the gradient of the
-//! bias: `fused` sums blocks of rows, then the blocks, in two launches whatever the number of rows.
+//! bias: `fused` sums blocks of rows, then the blocks, in two launches whatever the number of rows. Both take every precision; it is that of the products.
 
 use cubecl::prelude::*;
 use dormouse_reference::linear::{Config, Grads, Inputs, Linear, Outputs, Params};

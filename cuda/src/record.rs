@@ -21,7 +21,7 @@ const OP: &str = "record::update";
 /// Numbered from 1 in the kernel.
 pub(crate) const MUTANTS: &[Mutant] = &[
     Mutant::fused("steps-count-from-one"),
-    Mutant::fused("stops-at-the-last-row"),
+    Mutant::fused("always-the-last-row"),
     Mutant::fused("first-element-for-all"),
     Mutant::fused("null-renamed-local"),
     Mutant::fused("integers-by-their-bits"),
@@ -55,7 +55,7 @@ fn value_kernel(
 /// Writes some values into their columns, which begin at `column`; `ends` says where in them each value ends, and bit p
 /// of `integers` that value p holds integers. One unit, one element.
 ///
-/// Mutants: 1 counts steps from one, 2 stays in the last row, 3 takes a value's first element for all, 4 is null (a
+/// Mutants: 1 counts steps from one, 2 takes the last row always, 3 takes a value's first element for all, 4 is null (a
 /// renamed local), 5 does not convert integers.
 #[cube(launch_unchecked)]
 fn values_kernel(
@@ -77,9 +77,7 @@ fn values_kernel(
             row = (step.at(0) + 1u32) % rows;
         }
         if comptime!(mutant == 2) {
-            if step.at(0) >= rows {
-                row = rows - 1u32;
-            }
+            row = rows - 1u32;
         }
         if comptime!(mutant == 4) {
             let renamed = step.at(0) % rows;

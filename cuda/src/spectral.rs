@@ -4,7 +4,7 @@
 //! gradients of the parameters).
 
 use dormouse_reference::spectral::{Config, Grads, Inputs, Outputs, Params, Spectral};
-use dormouse_reference::{Dims, Result};
+use dormouse_reference::{Dims, Precision, Result};
 
 use crate::arm::{Arm, Mutant};
 use crate::device::Device;
@@ -132,79 +132,113 @@ impl<R: Engine> Spectral for Device<R> {
         for (arg, tensor) in into.clone().named() {
             self.check_into(OP, arg, tensor, &reads)?;
         }
-        let (rows, sizes) = (dims.get("N"), sizes(&dims));
-        let maps = Factors { u: &params.u, s: &params.s, v: &params.v };
-        let into = Factors { u: into.u, s: into.s, v: into.v };
         let dx = self.float_scratch(x.shape())?;
-        let mut added = plus.map_or(Plus::Nothing, Plus::Matrix);
+        let call = Backward {
+            x,
+            maps: Factors { u: &params.u, s: &params.s, v: &params.v },
+            dy,
+            plus,
+            into: Factors { u: into.u, s: into.s, v: into.v },
+            dx: &dx,
+            rows: dims.get("N"),
+            sizes: sizes(&dims),
+            precision: config.precision,
+        };
+        // No rows add nothing.
         match arm {
             SavedArm::Plain(saved) => {
                 self.note_backward(STEM, Arm::Plain);
-                if rows > 0 {
-                    let (x, precision) = (matrix(x, sizes.inner), config.precision);
-                    let scaled =
-                        factors::plain::backward(self, OP, x, saved, &maps, &sizes, rows, precision, dy, &into)?;
-                    factors::plain::into_x(self, OP, &scaled, &maps, &sizes, rows, precision, 0, added, &dx)?;
+                if call.rows > 0 {
+                    plain_backward(self, OP, saved, &call)?;
                 }
             }
             SavedArm::Fused { a, us } => {
                 self.note_backward(STEM, Arm::Fused);
-                if self.mutant(STEM) == 8 {
-                    added = Plus::Nothing;
-                }
-                if rows > 0 {
-                    let b = self.float_scratch(a.shape())?;
-                    let p = self.float_scratch(maps.u.shape())?;
-                    let q = self.float_scratch(maps.v.shape())?;
-                    let for_b = Product {
-                        name: "spectral::b",
-                        batch: 1,
-                        m: rows,
-                        k: sizes.outer,
-                        n: sizes.rank,
-                        a: matrix(dy, sizes.outer).plain(),
-                        b: matrix(maps.v, sizes.rank).plain(),
-                        plus: Plus::Nothing,
-                        out: matrix(&b, sizes.rank),
-                        precision: config.precision,
-                    };
-                    product(self, Arm::Fused, &for_b)?;
-                    let for_x = Product {
-                        name: "spectral::dx",
-                        k: sizes.rank,
-                        n: sizes.inner,
-                        a: matrix(&b, sizes.rank).plain(),
-                        b: matrix(us, sizes.rank).transposed(),
-                        plus: added,
-                        out: matrix(&dx, sizes.inner),
-                        ..for_b
-                    };
-                    product(self, Arm::Fused, &for_x)?;
-                    let for_p = Product {
-                        name: "spectral::p",
-                        m: sizes.inner,
-                        k: rows,
-                        a: matrix(x, sizes.inner).transposed(),
-                        b: matrix(&b, sizes.rank).plain(),
-                        out: matrix(&p, sizes.rank),
-                        ..for_b
-                    };
-                    product(self, Arm::Fused, &for_p)?;
-                    let for_q = Product {
-                        name: "spectral::q",
-                        m: sizes.outer,
-                        a: matrix(dy, sizes.outer).transposed(),
-                        b: matrix(a, sizes.rank).plain(),
-                        out: matrix(&q, sizes.rank),
-                        ..for_p
-                    };
-                    product(self, Arm::Fused, &for_q)?;
-                    factors::fused::finish(self, &NAMES, &maps, &sizes, None, (&p, &q), &into)?;
+                if call.rows > 0 {
+                    fused_backward(self, a, us, &call)?;
                 }
             }
         }
         Ok(Grads { dx })
     }
+}
+
+/// One backward call, checked.
+struct Backward<'a> {
+    x: &'a Tensor,
+    maps: Factors<'a>,
+    dy: &'a Tensor,
+    plus: Option<&'a Tensor>,
+    into: Factors<'a>,
+    dx: &'a Tensor,
+    rows: usize,
+    sizes: Sizes,
+    precision: Precision,
+}
+
+fn plain_backward<R: Engine>(
+    b: &Device<R>,
+    op: &'static str,
+    saved: &factors::plain::Saved,
+    call: &Backward<'_>,
+) -> Result<()> {
+    let Backward { x, ref maps, dy, plus, ref into, dx, rows, ref sizes, precision } = *call;
+    let x = matrix(x, sizes.inner);
+    let scaled = factors::plain::backward(b, op, x, saved, maps, sizes, rows, precision, dy, into)?;
+    let plus = plus.map_or(Plus::Nothing, Plus::Matrix);
+    factors::plain::into_x(b, op, &scaled, maps, sizes, rows, precision, 0, plus, dx)
+}
+
+fn fused_backward<R: Engine>(device: &Device<R>, a: &Tensor, us: &Tensor, call: &Backward<'_>) -> Result<()> {
+    let Backward { x, ref maps, dy, plus, ref into, dx, rows, ref sizes, precision } = *call;
+    let Sizes { inner, outer, rank, .. } = *sizes;
+    let b = device.float_scratch(a.shape())?;
+    let for_b = Product {
+        name: "spectral::b",
+        batch: 1,
+        m: rows,
+        k: outer,
+        n: rank,
+        a: matrix(dy, outer).plain(),
+        b: matrix(maps.v, rank).plain(),
+        plus: Plus::Nothing,
+        out: matrix(&b, rank),
+        precision,
+    };
+    product(device, Arm::Fused, &for_b)?;
+    let for_x = Product {
+        name: "spectral::dx",
+        k: rank,
+        n: inner,
+        a: matrix(&b, rank).plain(),
+        b: matrix(us, rank).transposed(),
+        plus: plus.filter(|_| device.mutant(STEM) != 8).map_or(Plus::Nothing, Plus::Matrix),
+        out: matrix(dx, inner),
+        ..for_b
+    };
+    product(device, Arm::Fused, &for_x)?;
+    let p = device.float_scratch(maps.u.shape())?;
+    let for_p = Product {
+        name: "spectral::p",
+        m: inner,
+        k: rows,
+        a: matrix(x, inner).transposed(),
+        b: matrix(&b, rank).plain(),
+        out: matrix(&p, rank),
+        ..for_b
+    };
+    product(device, Arm::Fused, &for_p)?;
+    let q = device.float_scratch(maps.v.shape())?;
+    let for_q = Product {
+        name: "spectral::q",
+        m: outer,
+        a: matrix(dy, outer).transposed(),
+        b: matrix(a, rank).plain(),
+        out: matrix(&q, rank),
+        ..for_p
+    };
+    product(device, Arm::Fused, &for_q)?;
+    factors::fused::finish(device, &NAMES, maps, sizes, None, (&p, &q), into)
 }
 
 fn bind(op: &'static str, x: &[usize], params: Params<&[usize]>) -> Result<Dims> {

@@ -7,16 +7,22 @@ use dormouse_harness::description::{Gate, Operation, OperationOn, Run};
 use dormouse_harness::gates::{Context, Outcome, Report, Status, det, diff, poison};
 use dormouse_harness::named::{Named, Values};
 use dormouse_harness::ops::adamw::AdamwOp;
+use dormouse_harness::ops::blend::BlendOp;
 use dormouse_harness::ops::controller::ControllerOp;
+use dormouse_harness::ops::cross_entropy::CrossEntropyOp;
 use dormouse_harness::ops::decay_gate::DecayGateOp;
 use dormouse_harness::ops::embedding::EmbeddingOp;
 use dormouse_harness::ops::expert::ExpertOp;
+use dormouse_harness::ops::gated_rms_norm::GatedRmsNormOp;
 use dormouse_harness::ops::kda::KdaOp;
+use dormouse_harness::ops::l2_norm::L2NormOp;
 use dormouse_harness::ops::linear::LinearOp;
 use dormouse_harness::ops::record::RecordOp;
 use dormouse_harness::ops::residual::ResidualOp;
+use dormouse_harness::ops::retract::RetractOp;
 use dormouse_harness::ops::rms_norm::RmsNormOp;
 use dormouse_harness::ops::sanitise::SanitiseOp;
+use dormouse_harness::ops::short_conv::ShortConvOp;
 use dormouse_harness::ops::spectral::SpectralOp;
 use dormouse_harness::runner::{OnBackend, Runner, upload};
 use dormouse_reference::{DType, Error, Reference, Tensors};
@@ -86,18 +92,24 @@ fn on<'a, R: Engine>(
     gates: &'a [Gate],
     context: &'a Context,
 ) -> Box<dyn Iterator<Item = Vec<Report>> + 'a> {
-    let operations: [(&str, Ladder<R>); 12] = [
+    let operations: [(&str, Ladder<R>); 18] = [
         (AdamwOp::STEM, ladder::<R, AdamwOp>),
+        (BlendOp::STEM, ladder::<R, BlendOp>),
         (ControllerOp::STEM, ladder::<R, ControllerOp>),
+        (CrossEntropyOp::STEM, ladder::<R, CrossEntropyOp>),
         (DecayGateOp::STEM, ladder::<R, DecayGateOp>),
         (EmbeddingOp::STEM, ladder::<R, EmbeddingOp>),
         (ExpertOp::STEM, ladder::<R, ExpertOp>),
+        (GatedRmsNormOp::STEM, ladder::<R, GatedRmsNormOp>),
         (KdaOp::STEM, ladder::<R, KdaOp>),
+        (L2NormOp::STEM, ladder::<R, L2NormOp>),
         (LinearOp::STEM, ladder::<R, LinearOp>),
         (RecordOp::STEM, ladder::<R, RecordOp>),
         (ResidualOp::STEM, ladder::<R, ResidualOp>),
+        (RetractOp::STEM, ladder::<R, RetractOp>),
         (RmsNormOp::STEM, ladder::<R, RmsNormOp>),
         (SanitiseOp::STEM, ladder::<R, SanitiseOp>),
+        (ShortConvOp::STEM, ladder::<R, ShortConvOp>),
         (SpectralOp::STEM, ladder::<R, SpectralOp>),
     ];
     let client = R::open().map_err(|why| why.to_string());

@@ -5,7 +5,7 @@
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use dormouse_reference::kda::{Config, Form, Inputs, Kda, Memory, Outputs};
-use dormouse_reference::{Reference, Tensor};
+use dormouse_reference::{Precision, Reference, Tensor};
 use ndarray::{ArrayD, IxDyn};
 
 const BATCH: usize = 8;
@@ -37,7 +37,8 @@ fn kda(c: &mut Criterion) {
     let mut group = c.benchmark_group("kda");
     group.throughput(Throughput::Elements((BATCH * TIME * HEADS) as u64));
     for (name, form) in [("recurrent", Form::Recurrent), ("chunked64", Form::Chunked { chunk: 64 })] {
-        let config = Config { scale: None, form, checkpoint_every: 64, memory: Memory::Save };
+        let config =
+            Config { scale: None, form, checkpoint_every: 64, memory: Memory::Save, precision: Precision::Full };
         group.sample_size(if form == Form::Recurrent { 50 } else { 10 });
         group.bench_function(format!("{name}/forward"), |bench| {
             bench.iter(|| b.forward(&config, inputs.clone()).expect("the shapes agree"));

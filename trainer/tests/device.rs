@@ -78,14 +78,18 @@ fn a_run_counts_what_it_does_marks_it_and_goes_on_to_the_bit() {
 
     let top = place.run(&["atlas", "top", "atlas.tsv", "-n", "500"]);
     top.expect(0, &[]);
-    for stage in ["data", "student forward", "loss", "backward", "sanitise and norm", "optimiser", "retraction", "reads"] {
+    for stage in
+        ["data", "student forward", "loss", "backward", "sanitise and norm", "optimiser", "retraction", "reads"]
+    {
         assert!(top.out.lines().any(|line| line.starts_with(stage)), "no stage `{stage}` in: {}", top.out);
     }
     assert!(!top.out.contains("none "), "a launch belongs to no stage: {}", top.out);
 
     place.run(&train("half", &["--unverified", "--stop-at-step", "4"])).expect(0, &["UNVERIFIED"]);
     let other = ["train", "--resume", "runs/half", "--arm", "kda=plain", "--allow-change", "run.arms"];
-    place.run(&["train", "--resume", "runs/half", "--set", "run.unverified=false"]).expect(2, &["run.arms", "kda: fused"]);
+    place
+        .run(&["train", "--resume", "runs/half", "--set", "run.unverified=false"])
+        .expect(2, &["run.arms", "kda: fused"]);
     place.run(&["train", "--resume", "runs/half"]).expect(0, &["UNVERIFIED"]);
     assert_eq!(state(&place, "half"), state(&place, "whole"));
     place.run(&train("changed", &["--unverified", "--stop-at-step", "4"])).expect(0, &[]);

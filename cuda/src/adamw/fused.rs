@@ -68,9 +68,7 @@ fn update_kernel(
             if i < last as usize {
                 let mut decay = ranges::value_of(i, &starts, &decays);
                 if comptime!(mutant == 3) {
-                    if decay < 0.0f32 {
-                        decay = 0.0f32;
-                    }
+                    decay = decay.abs();
                 }
                 if decay >= 0.0f32 {
                     if comptime!(mutant == 7) {

@@ -133,7 +133,7 @@ fn correction(take: f32, updates: u32) -> f32 {
             total += power * (1.0f32 - total);
         }
         power = power * (2.0f32 - power);
-        rest = rest >> 1u32;
+        rest /= 2u32;
     }
     total
 }

@@ -78,13 +78,10 @@ fn forward_kernel(
     if here && lane == 0 {
         let fixed = comptime!(FIXED_GATES);
         for j in 0..fixed {
-            let mut gate = sigmoid(raw.at(first + j));
-            if comptime!(mutant == 3) {
-                if j == 2 {
-                    gate = raw.at(first + j);
-                }
-            }
-            gates.set(first + j, gate);
+            gates.set(first + j, sigmoid(raw.at(first + j)));
+        }
+        if comptime!(mutant == 3) {
+            gates.set(first + 2, raw.at(first + 2));
         }
         let mut largest = raw.at(first + fixed);
         for j in fixed..total {

@@ -5,15 +5,15 @@
 //! dS = Diag(e^{G_n}) dS' + scale Qt^T dO - Rt^T Z
 //! ```
 //!
-//! A cube is a chain and a block of its value columns. It holds its columns of dS in shared memory. Neither S nor U is
-//! needed, so this kernel does not wait for a forward pass that computes them again.
+//! A cube is a chain and a block of its value columns. It holds its columns of dS in shared memory and reads
+//! ahead like `forward`. Neither S nor U is needed, so this kernel does not wait for a forward pass that computes them again.
 
 use cubecl::prelude::*;
 use dormouse_reference::Result;
 use dormouse_reference::kda::{Grads, Outputs};
 
 use super::forward::Plan;
-use super::prep::Pairs;
+use super::prep::Chunks;
 use super::tile::{self, clear, multiply_add};
 use super::{CHUNK, Call, SPAN, bytes, load_or_zero, optional, token_at};
 use crate::device::Device;
@@ -34,34 +34,37 @@ pub(super) struct Passed {
 pub(super) fn launch<R: Engine>(
     b: &Device<R>,
     call: &Call<'_>,
-    pairs: &Pairs,
+    chunks: &Chunks,
     upstream: Outputs<&Tensor>,
     grads: Grads<&Tensor>,
 ) -> Result<Passed> {
     const NAME: &str = "kda::dstate";
-    let Call { inputs, sizes, scale } = call;
-    let plan = Plan::new(b, NAME, sizes)?;
+    let Call { inputs, sizes, scale, math } = call;
+    let plan = Plan::new(b, NAME, sizes, *math)?;
     let passed = Passed { z: b.float_scratch(inputs.v.shape())?, dstates: b.float_scratch(&sizes.span_states())? };
     let cubes = sizes.chains() * sizes.value.div_ceil(plan.columns);
-    let mut uses = vec![inputs.q, inputs.k, inputs.g, inputs.beta, &pairs.p, &pairs.t, upstream.o];
+    let mut uses = vec![inputs.beta, upstream.o];
+    uses.extend(chunks.tensors());
     uses.extend(upstream.final_state);
     uses.extend([grads.dv, &passed.z, &passed.dstates]);
     uses.extend(grads.dinitial_state);
     let mutant = super::mutant(b, 5..=6);
-    let grid = Grid::cubes(cubes, plan.product().units as u32);
+    let grid = Grid::cubes(cubes, plan.units() as u32);
     b.launch(NAME, grid, bytes(uses.iter().copied()), &uses, |client, count, dim| {
+        let [p, t, reads, erases, writes, through] = chunks.tensors().map(|t| b.floats(t));
         // SAFETY: shapes were checked by the caller; tokens, channels and columns that do not exist are not touched.
         unsafe {
             dstate_kernel::launch_unchecked::<R>(
                 client,
                 count,
                 dim,
-                b.floats(inputs.q),
-                b.floats(inputs.k),
-                b.floats(inputs.g),
                 b.floats(inputs.beta),
-                b.floats(&pairs.p),
-                b.floats(&pairs.t),
+                p,
+                t,
+                reads,
+                erases,
+                writes,
+                through,
                 b.floats(upstream.o),
                 optional(b, upstream.final_state),
                 b.floats(grads.dv),
@@ -85,12 +88,13 @@ pub(super) fn launch<R: Engine>(
 /// Mutants: 5 drops the gradient of the final state, 6 drops what a token erases.
 #[cube(launch_unchecked)]
 fn dstate_kernel(
-    q: &Floats,
-    k: &Floats,
-    g: &Floats,
     beta: &Floats,
     p: &Floats,
     t: &Floats,
+    reads: &Floats,
+    erases: &Floats,
+    writes: &Floats,
+    through: &Floats,
     d_o: &Floats,
     d_final: ComptimeOption<Floats>,
     dv: &mut Floats,
@@ -113,31 +117,39 @@ fn dstate_kernel(
     let size = comptime!(CHUNK);
     let span = comptime!(SPAN);
     let width = plan.columns;
-    let channels = plan.channels;
     let of_state = comptime!(plan.of_state());
     let by_channel = comptime!(plan.by_channel());
     let by_column = comptime!(plan.by_column());
     let by_pair = comptime!(plan.by_pair());
+    let one_row = comptime!(plan.one_row());
     let product = comptime!(plan.product());
-    let unit = UNIT_POS as usize;
+    let stride = comptime!(by_column.stride);
     let column_blocks = value.div_ceil(width);
     let chain = cube / column_blocks;
     let first = cube % column_blocks * width;
     let chunks = time.div_ceil(size);
     let spans = time.div_ceil(span);
-    let j = tile::column(product);
 
     let mut dstate = SharedMemory::<f32>::new(comptime!(of_state.len()));
     let mut query = SharedMemory::<f32>::new(comptime!(by_channel.len()));
-    let mut keys = SharedMemory::<f32>::new(comptime!(by_channel.len()));
-    let mut gate = SharedMemory::<f32>::new(comptime!(by_channel.len()));
+    let mut erase = SharedMemory::<f32>::new(comptime!(by_channel.len()));
+    let mut write = SharedMemory::<f32>::new(comptime!(by_channel.len()));
     let mut upstream = SharedMemory::<f32>::new(comptime!(by_column.len()));
-    // dU, then Z.
+    // dU, and -Z.
     let mut right = SharedMemory::<f32>::new(comptime!(by_column.len()));
+    let mut solved = SharedMemory::<f32>::new(comptime!(by_column.len()));
     let mut p_tile = SharedMemory::<f32>::new(comptime!(by_pair.len()));
     let mut t_tile = SharedMemory::<f32>::new(comptime!(by_pair.len()));
-    let mut through = SharedMemory::<f32>::new(channels);
-    let mut strength = SharedMemory::<f32>::new(size);
+    let mut decay = SharedMemory::<f32>::new(comptime!(one_row.len()));
+    let mut next_query = Array::<f32>::new(comptime!(by_channel.per_unit()));
+    let mut next_erase = Array::<f32>::new(comptime!(by_channel.per_unit()));
+    let mut next_write = Array::<f32>::new(comptime!(by_channel.per_unit()));
+    let mut next_p = Array::<f32>::new(comptime!(by_pair.per_unit()));
+    let mut next_t = Array::<f32>::new(comptime!(by_pair.per_unit()));
+    let mut next_decay = Array::<f32>::new(comptime!(one_row.per_unit()));
+    let mut next_upstream = Array::<f32>::new(comptime!(product.elements()));
+    let mut next_strength = Array::<f32>::new(comptime!(product.elements()));
+    let mut strength = Array::<f32>::new(comptime!(product.elements()));
     let mut sum = Array::<f32>::new(comptime!(product.elements()));
 
     #[comptime]
@@ -147,118 +159,98 @@ fn dstate_kernel(
             tile::load_state(&last, &mut dstate, 0usize, at, 0usize, first, key, value, of_state);
         }
         ComptimeOption::None => {
-            for n in 0..comptime!(of_state.per_unit()) {
-                dstate[n * comptime!(of_state.units) + unit] = 0.0f32;
-            }
+            tile::clear_state(&mut dstate, of_state);
         }
     }
     if comptime!(mutant == 5) {
-        for n in 0..comptime!(of_state.per_unit()) {
-            dstate[n * comptime!(of_state.units) + unit] = 0.0f32;
-        }
+        tile::clear_state(&mut dstate, of_state);
     }
-    for back in 0..chunks {
-        let n = chunks - 1 - back;
-        let start = n * size;
-        let live = (time - start).min(size);
-        sync_cube();
-        if back == 0 || (start + size) % span == 0 {
-            let at = (chain * spans + start / span) * (key * value);
-            tile::store_state(&dstate, dstates, at, first, key, value, of_state);
+    // The turn before the first only reads ahead.
+    for turn in 0..chunks + 1 {
+        if turn > 0 {
+            sync_cube();
+            tile::put(&next_query, &mut query, by_channel);
+            tile::put(&next_erase, &mut erase, by_channel);
+            tile::put(&next_write, &mut write, by_channel);
+            tile::put(&next_p, &mut p_tile, by_pair);
+            tile::put(&next_t, &mut t_tile, by_pair);
+            tile::put(&next_decay, &mut decay, one_row);
+            #[unroll]
+            for e in 0..comptime!(product.elements()) {
+                upstream[tile::row(e, product) * stride + tile::column(e, product)] = next_upstream[e];
+                strength[e] = next_strength[e];
+            }
+            let start = (chunks - turn) * size;
+            if turn == 1 || (start + size) % span == 0 {
+                let at = (chain * spans + start / span) * (key * value);
+                tile::store_state(&dstate, dstates, at, first, key, value, of_state);
+            }
+            sync_cube();
         }
-        tile::load_pairs(p, &mut p_tile, chain * chunks + n, by_pair);
-        tile::load_pairs(t, &mut t_tile, chain * chunks + n, by_pair);
-        if unit < size {
-            strength[unit] =
-                load_or_zero(beta, token_at(chain, start + unit, time, heads, 1usize), start + unit < time);
+        if turn < chunks {
+            let n = chunks - 1 - turn;
+            let number = chain * chunks + n;
+            tile::fetch(reads, &mut next_query, number * size * key, key, by_channel);
+            tile::fetch(erases, &mut next_erase, number * size * key, key, by_channel);
+            tile::fetch(writes, &mut next_write, number * size * key, key, by_channel);
+            tile::fetch(p, &mut next_p, number * comptime!(CHUNK * CHUNK), size, by_pair);
+            tile::fetch(t, &mut next_t, number * comptime!(CHUNK * CHUNK), size, by_pair);
+            tile::fetch(through, &mut next_decay, number * key, key, one_row);
+            #[unroll]
+            for e in 0..comptime!(product.elements()) {
+                let i = n * size + tile::row(e, product);
+                let j = first + tile::column(e, product);
+                next_strength[e] = load_or_zero(beta, token_at(chain, i, time, heads, 1usize), i < time);
+                let at = token_at(chain, i, time, heads, value) + j;
+                next_upstream[e] = scale * load_or_zero(d_o, at, i < time && j < value);
+            }
         }
-        #[unroll]
-        for e in 0..comptime!(product.elements()) {
-            let i = tile::row(e, product);
-            let there = start + i < time && first + j < value;
-            let at = token_at(chain, start + i, time, heads, value) + first + j;
-            upstream[i * width + j] = scale * load_or_zero(d_o, at, there);
-        }
+        if turn > 0 {
+            let start = (chunks - turn) * size;
+            let live = (time - start).min(size);
+            // dU = scale P^T dO + Kb dS'
+            let with_pairs_turned = comptime!(plan.with_pairs_turned());
+            clear(&mut sum, product);
+            multiply_add(&mut sum, &write, 0usize, &dstate, 0usize, key, comptime!(plan.with_state()), product);
+            multiply_add(&mut sum, &p_tile, 0usize, &upstream, 0usize, live, with_pairs_turned, product);
+            #[unroll]
+            for e in 0..comptime!(product.elements()) {
+                right[tile::row(e, product) * stride + tile::column(e, product)] = sum[e];
+            }
+            sync_cube();
 
-        // dU = scale P^T dO + Kb dS'
-        let by_columns = comptime!(Plan::rows_of(by_column));
-        let by_pairs_t = comptime!(Plan::columns_of(by_pair));
-        clear(&mut sum, product);
-        for block in 0..key.div_ceil(channels) {
-            let channel = block * channels;
-            let live_channels = (key - channel).min(channels);
-            sync_cube();
-            tile::load(k, &mut keys, 0usize, chain, start, channel, time, heads, key, by_channel);
-            tile::load(g, &mut gate, 0usize, chain, start, channel, time, heads, key, by_channel);
-            sync_cube();
-            for m in 0..comptime!(by_channel.per_unit()) {
-                let i = tile::part_row(m, by_channel);
-                let c = tile::part_column(m, by_channel);
-                let to_end = tile::decay(&gate, i + 1, size, c, comptime!(by_channel.stride));
-                keys[i * comptime!(by_channel.stride) + c] *= to_end;
+            // Z = T^T dU
+            clear(&mut sum, product);
+            multiply_add(&mut sum, &t_tile, 0usize, &right, 0usize, live, with_pairs_turned, product);
+            #[unroll]
+            for e in 0..comptime!(product.elements()) {
+                solved[tile::row(e, product) * stride + tile::column(e, product)] = -sum[e];
+                let i = start + tile::row(e, product);
+                let j = first + tile::column(e, product);
+                if i < time && j < value {
+                    let at = token_at(chain, i, time, heads, value) + j;
+                    z.set(at, sum[e]);
+                    dv.set(at, strength[e] * sum[e]);
+                }
             }
             sync_cube();
-            let rows = comptime!(Plan::rows_of(by_channel));
-            let exit = comptime!(Plan::rows_of(of_state));
-            multiply_add(&mut sum, &keys, 0usize, rows, &dstate, channel * width, exit, live_channels, product);
-        }
-        multiply_add(&mut sum, &p_tile, 0usize, by_pairs_t, &upstream, 0usize, by_columns, live, product);
-        #[unroll]
-        for e in 0..comptime!(product.elements()) {
-            right[tile::row(e, product) * width + j] = sum[e];
-        }
-        sync_cube();
 
-        // Z = T^T dU
-        clear(&mut sum, product);
-        multiply_add(&mut sum, &t_tile, 0usize, by_pairs_t, &right, 0usize, by_columns, live, product);
-        sync_cube();
-        #[unroll]
-        for e in 0..comptime!(product.elements()) {
-            let i = tile::row(e, product);
-            right[i * width + j] = sum[e];
-            if start + i < time && first + j < value {
-                let at = token_at(chain, start + i, time, heads, value) + first + j;
-                z.set(at, sum[e]);
-                dv.set(at, strength[i] * sum[e]);
-            }
-        }
-
-        // dS = Diag(e^{G_n}) dS' + scale Qt^T dO - Rt^T Z
-        for block in 0..key.div_ceil(channels) {
-            let channel = block * channels;
-            let live_channels = (key - channel).min(channels);
-            sync_cube();
-            tile::load(q, &mut query, 0usize, chain, start, channel, time, heads, key, by_channel);
-            tile::load(k, &mut keys, 0usize, chain, start, channel, time, heads, key, by_channel);
-            tile::load(g, &mut gate, 0usize, chain, start, channel, time, heads, key, by_channel);
-            sync_cube();
-            for m in 0..comptime!(by_channel.per_unit()) {
-                let i = tile::part_row(m, by_channel);
-                let c = tile::part_column(m, by_channel);
-                let from_entry = tile::decay(&gate, 0usize, i + 1, c, comptime!(by_channel.stride));
-                query[i * comptime!(by_channel.stride) + c] *= from_entry;
-                keys[i * comptime!(by_channel.stride) + c] *= -strength[i] * from_entry;
-            }
-            if unit < channels {
-                through[unit] = tile::decay(&gate, 0usize, size, unit, comptime!(by_channel.stride));
-            }
-            sync_cube();
-            for group in 0..live_channels.div_ceil(size) {
+            // dS = Diag(e^{G_n}) dS' + scale Qt^T dO - Rt^T Z
+            let into_state = comptime!(plan.into_state());
+            for group in 0..key.div_ceil(size) {
                 let c = group * size;
                 #[unroll]
                 for e in 0..comptime!(product.elements()) {
-                    let row = c + tile::row(e, product);
-                    sum[e] = through[row] * dstate[(channel + row) * width + j];
+                    let channel = c + tile::row(e, product);
+                    sum[e] = decay[channel] * dstate[channel * stride + tile::column(e, product)];
                 }
-                let channels_t = comptime!(Plan::columns_of(by_channel));
-                multiply_add(&mut sum, &query, c, channels_t, &upstream, 0usize, by_columns, live, product);
+                multiply_add(&mut sum, &query, c, &upstream, 0usize, live, into_state, product);
                 if comptime!(mutant != 6) {
-                    multiply_add(&mut sum, &keys, c, channels_t, &right, 0usize, by_columns, live, product);
+                    multiply_add(&mut sum, &erase, c, &solved, 0usize, live, into_state, product);
                 }
                 #[unroll]
                 for e in 0..comptime!(product.elements()) {
-                    dstate[(channel + c + tile::row(e, product)) * width + j] = sum[e];
+                    dstate[(c + tile::row(e, product)) * stride + tile::column(e, product)] = sum[e];
                 }
             }
         }

@@ -28,14 +28,14 @@ use dormouse_reference::kda::Grads;
 
 use super::dstate::Passed;
 use super::prep::from_anchor;
-use super::tile::{self, Part, Strides, Tile, clear, multiply_add};
-use super::{Call, Fused, SPAN, bytes, load_or_zero, token_at};
+use super::tile::{self, Factors, Math, Part, Strides, Tile, clear, fragment_row, multiply_add};
+use super::{Call, Fused, SPAN, Sizes, bytes, load_or_zero, token_at, widest};
 use crate::device::Device;
 use crate::launch::Grid;
 use crate::runtime::Engine;
 use crate::tensor::{Floats, Tensor};
 
-/// Channels of a block, and value columns of a block.
+/// Channels of a block.
 const CHANNELS: usize = 16;
 
 /// Units of a cube.
@@ -44,27 +44,93 @@ const UNITS: usize = 256;
 /// Levels of a span: blocks of 1, 2, .., SPAN / 2 tokens.
 const LEVELS: usize = SPAN.trailing_zeros() as usize;
 
-/// From one token to the next in the square of pairs.
-const SQUARE: usize = SPAN + 1;
+/// Tokens of the smallest blocks whose pairs are products for matrix units.
+const BLOCK: usize = 16;
 
-/// A `[SPAN, CHANNELS]` tile.
-const TOKENS: Part = Part { rows: SPAN, columns: CHANNELS, stride: CHANNELS + 1, units: UNITS };
+/// What the kernel is compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Plan {
+    /// Value columns of a block.
+    values: usize,
+    math: Math,
+}
 
-/// A `[CHANNELS, CHANNELS]` tile of a state.
-const STATE: Part = Part { rows: CHANNELS, columns: CHANNELS, stride: CHANNELS + 1, units: UNITS };
+impl Plan {
+    /// Takes as many value columns as V has and as fit.
+    fn new<R: Engine>(b: &Device<R>, kernel: &'static str, sizes: &Sizes, math: Math) -> Result<Self> {
+        let widths: Vec<usize> = [32, 16].into_iter().filter(|&w| w == 16 || w / 2 < sizes.value).collect();
+        let values = widest(b, kernel, &widths, |values| Self { values, math }.bytes())?;
+        Ok(Self { values, math })
+    }
 
-/// The `[SPAN, CHANNELS]` sums of a block of channels.
-const SUMS: Tile = Tile { rows: SPAN, columns: CHANNELS, units: UNITS };
+    /// Bytes of shared memory of a cube.
+    fn bytes(self) -> usize {
+        4 * (SPAN * self.square() + self.work() + SPAN + CHANNELS)
+    }
 
-/// The square of pairs.
-const PAIRS: Tile = Tile { rows: SPAN, columns: SPAN, units: UNITS };
+    /// From one token to the next in the square of pairs.
+    const fn square(self) -> usize {
+        SPAN + self.math.padding()
+    }
 
-/// Where tiles lie in the work area: three of tokens, two of states.
-const SECOND: usize = TOKENS.len();
-const THIRD: usize = 2 * TOKENS.len();
-const ENTRY: usize = 3 * TOKENS.len();
-const EXIT: usize = ENTRY + STATE.len();
-const WORK: usize = EXIT + STATE.len();
+    /// A `[SPAN, values]` tile.
+    const fn by_value(self) -> Part {
+        Part { rows: SPAN, columns: self.values, stride: self.values + self.math.padding(), units: UNITS }
+    }
+
+    /// A `[SPAN, CHANNELS]` tile.
+    const fn by_channel(self) -> Part {
+        Part { rows: SPAN, columns: CHANNELS, stride: CHANNELS + self.math.padding(), units: UNITS }
+    }
+
+    /// A `[CHANNELS, values]` tile of a state.
+    const fn of_state(self) -> Part {
+        Part { rows: CHANNELS, columns: self.values, stride: self.values + self.math.padding(), units: UNITS }
+    }
+
+    /// The work area: three tiles of value columns and two of states, later three tiles of channels.
+    const fn work(self) -> usize {
+        let values = 3 * self.by_value().len() + 2 * self.of_state().len();
+        let channels = 3 * self.by_channel().len();
+        if values > channels { values } else { channels }
+    }
+
+    /// The `[SPAN, CHANNELS]` sums of a block of channels.
+    const fn sums(self) -> Tile {
+        Tile { rows: SPAN, columns: CHANNELS, units: UNITS, math: self.math }
+    }
+
+    /// The square of pairs.
+    const fn pairs(self) -> Tile {
+        Tile { rows: SPAN, columns: SPAN, units: UNITS, math: self.math }
+    }
+
+    /// Rows of tokens times rows of tokens: a product over the value columns.
+    const fn over_values(self) -> Factors {
+        let stride = self.by_value().stride;
+        let (a, b) = (Strides { first: stride, second: 1 }, Strides { first: 1, second: stride });
+        Factors { a, b, inner: self.values }
+    }
+
+    /// Rows of tokens times rows of a state.
+    const fn with_state(self) -> Factors {
+        let a = Strides { first: self.by_value().stride, second: 1 };
+        let b = Strides { first: 1, second: self.of_state().stride };
+        Factors { a, b, inner: self.values }
+    }
+
+    /// Rows of the square times rows of channels.
+    const fn with_pairs(self) -> Factors {
+        let a = Strides { first: self.square(), second: 1 };
+        Factors { a, b: Strides { first: self.by_channel().stride, second: 1 }, inner: BLOCK }
+    }
+
+    /// Columns of the square times rows of channels.
+    const fn with_pairs_turned(self) -> Factors {
+        let a = Strides { first: 1, second: self.square() };
+        Factors { a, b: Strides { first: self.by_channel().stride, second: 1 }, inner: BLOCK }
+    }
+}
 
 /// Writes dq, dk, dg and dbeta; [`super::dstate`] has written dv and the gradient of the initial state.
 pub(super) fn launch<R: Engine>(
@@ -75,7 +141,9 @@ pub(super) fn launch<R: Engine>(
     d_o: &Tensor,
     grads: Grads<&Tensor>,
 ) -> Result<()> {
-    let Call { inputs, sizes, scale } = call;
+    const NAME: &str = "kda::grads";
+    let Call { inputs, sizes, scale, math } = call;
+    let plan = Plan::new(b, NAME, sizes, *math)?;
     let cubes = sizes.chains() * sizes.spans();
     let uses = [
         inputs.q,
@@ -94,7 +162,7 @@ pub(super) fn launch<R: Engine>(
         grads.dbeta,
     ];
     let mutant = super::mutant(b, 7..=10);
-    b.launch("kda::grads", Grid::cubes(cubes, UNITS as u32), bytes(uses), &uses, |client, count, dim| {
+    b.launch(NAME, Grid::cubes(cubes, UNITS as u32), bytes(uses), &uses, |client, count, dim| {
         let [q, k, v, g, beta, u, z, d_o, states, dstates, dq, dk, dg, dbeta] = uses.map(|t| b.floats(t));
         let (cubes, scale, time, heads) = (cubes as u32, *scale, sizes.time, sizes.heads);
         let (key, value) = (sizes.key, sizes.value);
@@ -102,7 +170,7 @@ pub(super) fn launch<R: Engine>(
         unsafe {
             grads_kernel::launch_unchecked::<R>(
                 client, count, dim, q, k, v, g, beta, u, z, d_o, states, dstates, dq, dk, dg, dbeta, scale, cubes,
-                time, heads, key, value, mutant,
+                time, heads, key, value, plan, mutant,
             )
         }
     })
@@ -132,6 +200,7 @@ fn grads_kernel(
     heads: usize,
     key: usize,
     value: usize,
+    #[comptime] plan: Plan,
     #[comptime] mutant: u32,
 ) {
     let cube = CUBE_POS;
@@ -139,22 +208,30 @@ fn grads_kernel(
         terminate!();
     }
     let span = comptime!(SPAN);
-    let square = comptime!(SQUARE);
+    let square = comptime!(plan.square());
     let width = comptime!(CHANNELS);
-    let stride = comptime!(TOKENS.stride);
-    let second = comptime!(SECOND);
-    let third = comptime!(THIRD);
-    let entry = comptime!(ENTRY);
-    let exit = comptime!(EXIT);
-    let rows = comptime!(SUMS.elements());
+    let by_value = comptime!(plan.by_value());
+    let by_channel = comptime!(plan.by_channel());
+    let of_state = comptime!(plan.of_state());
+    let sums = comptime!(plan.sums());
+    let all_pairs = comptime!(plan.pairs());
+    let values = plan.values;
+    // Where tiles lie in the work area while it holds value columns: three of tokens, two of states.
+    let stride = comptime!(by_value.stride);
+    let second = comptime!(by_value.len());
+    let third = comptime!(2 * by_value.len());
+    let entry = comptime!(3 * by_value.len());
+    let exit = comptime!(3 * by_value.len() + of_state.len());
+    let state_stride = comptime!(of_state.stride);
+    let rows = comptime!(sums.elements());
     let unit = UNIT_POS as usize;
     let spans = time.div_ceil(span);
     let chain = cube / spans;
     let start = cube % spans * span;
     let state_at = cube * key * value;
 
-    let mut pairs = SharedMemory::<f32>::new(comptime!(SPAN * SQUARE));
-    let mut work = SharedMemory::<f32>::new(comptime!(WORK));
+    let mut pairs = SharedMemory::<f32>::new(comptime!(SPAN * plan.square()));
+    let mut work = SharedMemory::<f32>::new(comptime!(plan.work()));
     let mut strength = SharedMemory::<f32>::new(span);
     let mut through = SharedMemory::<f32>::new(width);
 
@@ -167,30 +244,36 @@ fn grads_kernel(
     }
 
     // dP on and below the diagonal, dL above it.
-    let mut products = Array::<f32>::new(comptime!(PAIRS.elements()));
-    clear(&mut products, PAIRS);
-    let y = tile::column(PAIRS);
-    let x0 = tile::row(0usize, PAIRS);
-    for block in 0..value.div_ceil(width) {
-        let first = block * width;
-        let live = (value - first).min(width);
+    let mut products = Array::<f32>::new(comptime!(all_pairs.elements()));
+    let mut others = Array::<f32>::new(comptime!(all_pairs.elements()));
+    clear(&mut products, all_pairs);
+    clear(&mut others, all_pairs);
+    for block in 0..value.div_ceil(values) {
+        let first = block * values;
+        let live = (value - first).min(values);
         sync_cube();
-        tile::load(d_o, &mut work, 0usize, chain, start, first, time, heads, value, TOKENS);
-        tile::load(z, &mut work, second, chain, start, first, time, heads, value, TOKENS);
-        tile::load(u, &mut work, third, chain, start, first, time, heads, value, TOKENS);
+        tile::load(d_o, &mut work, 0usize, chain, start, first, time, heads, value, by_value);
+        tile::load(z, &mut work, second, chain, start, first, time, heads, value, by_value);
+        tile::load(u, &mut work, third, chain, start, first, time, heads, value, by_value);
         sync_cube();
-        for n in 0..live {
-            let later = work[third + y * stride + n];
-            let mut earlier = -work[second + y * stride + n];
-            if comptime!(mutant == 9) {
-                earlier = work[second + y * stride + n];
-            }
-            #[unroll]
-            for e in 0..comptime!(PAIRS.elements()) {
-                // dO_x . U_y, or -Z_y . U_x.
-                let below = x0 + e >= y;
-                let at = select(below, 0usize, third) + (x0 + e) * stride + n;
-                products[e] += work[at] * select(below, later, earlier);
+        if comptime!(plan.math.fragments()) {
+            // dO_x . U_y and U_x . Z_y for all pairs: whole fragments, of which few hold both kinds.
+            let over_values = comptime!(plan.over_values());
+            multiply_add(&mut products, &work, 0usize, &work, third, live, over_values, all_pairs);
+            multiply_add(&mut others, &work, third, &work, second, live, over_values, all_pairs);
+        } else {
+            let y = tile::column(0usize, all_pairs);
+            let x0 = tile::row(0usize, all_pairs);
+            for n in 0..live {
+                let later = work[third + y * stride + n];
+                let earlier = work[second + y * stride + n];
+                #[unroll]
+                for e in 0..comptime!(all_pairs.elements()) {
+                    // dO_x . U_y, or U_x . Z_y.
+                    let below = x0 + e >= y;
+                    let at = select(below, 0usize, third) + (x0 + e) * stride + n;
+                    products[e] += work[at] * select(below, later, earlier);
+                }
             }
         }
         if keeper {
@@ -201,18 +284,28 @@ fn grads_kernel(
         }
     }
     #[unroll]
-    for e in 0..comptime!(PAIRS.elements()) {
-        let factor = select(x0 + e >= y, scale, 1.0f32);
-        pairs[(x0 + e) * square + y] = factor * products[e];
+    for e in 0..comptime!(all_pairs.elements()) {
+        let x = tile::row(e, all_pairs);
+        let y = tile::column(e, all_pairs);
+        let mut pair = scale * products[e];
+        if x < y {
+            pair = -products[e];
+            if comptime!(plan.math.fragments()) {
+                pair = -others[e];
+            }
+            if comptime!(mutant == 9) {
+                pair *= -1.0f32;
+            }
+        }
+        pairs[x * square + y] = pair;
     }
 
-    let c = tile::column(SUMS);
-    let i0 = tile::row(0usize, SUMS);
     let mut dq_sum = Array::<f32>::new(rows);
     let mut dr_sum = Array::<f32>::new(rows);
     let mut dk_sum = Array::<f32>::new(rows);
     let mut dg_sum = Array::<f32>::new(rows);
     let mut part = Array::<f32>::new(rows);
+    let mut turned = Array::<f32>::new(rows);
     let mut query = Array::<f32>::new(rows);
     let mut keys = Array::<f32>::new(rows);
     let mut factor = Array::<f32>::new(rows);
@@ -220,37 +313,42 @@ fn grads_kernel(
         let channel = block * width;
 
         // What crosses the span's borders.
-        clear(&mut dq_sum, SUMS);
-        clear(&mut dr_sum, SUMS);
-        clear(&mut dk_sum, SUMS);
+        clear(&mut dq_sum, sums);
+        clear(&mut dr_sum, sums);
+        clear(&mut dk_sum, sums);
         let mut through_sum = 0.0f32;
-        for block in 0..value.div_ceil(width) {
-            let first = block * width;
-            let live = (value - first).min(width);
+        for block in 0..value.div_ceil(values) {
+            let first = block * values;
+            let live = (value - first).min(values);
             sync_cube();
-            tile::load(d_o, &mut work, 0usize, chain, start, first, time, heads, value, TOKENS);
-            tile::load(z, &mut work, second, chain, start, first, time, heads, value, TOKENS);
-            tile::load(u, &mut work, third, chain, start, first, time, heads, value, TOKENS);
-            tile::load_state(states, &mut work, entry, state_at, channel, first, key, value, STATE);
-            tile::load_state(dstates, &mut work, exit, state_at, channel, first, key, value, STATE);
+            tile::load(d_o, &mut work, 0usize, chain, start, first, time, heads, value, by_value);
+            tile::load(z, &mut work, second, chain, start, first, time, heads, value, by_value);
+            tile::load(u, &mut work, third, chain, start, first, time, heads, value, by_value);
+            tile::load_state(states, &mut work, entry, state_at, channel, first, key, value, of_state);
+            tile::load_state(dstates, &mut work, exit, state_at, channel, first, key, value, of_state);
             sync_cube();
-            let tokens = comptime!(Strides { first: TOKENS.stride, second: 1 });
-            let state_t = comptime!(Strides { first: 1, second: STATE.stride });
-            multiply_add(&mut dq_sum, &work, 0usize, tokens, &work, entry, state_t, live, SUMS);
-            multiply_add(&mut dr_sum, &work, second, tokens, &work, entry, state_t, live, SUMS);
-            multiply_add(&mut dk_sum, &work, third, tokens, &work, exit, state_t, live, SUMS);
+            let with_state = comptime!(plan.with_state());
+            multiply_add(&mut dq_sum, &work, 0usize, &work, entry, live, with_state, sums);
+            multiply_add(&mut dr_sum, &work, second, &work, entry, live, with_state, sums);
+            multiply_add(&mut dk_sum, &work, third, &work, exit, live, with_state, sums);
             if unit < width {
                 for n in 0..live {
-                    through_sum += work[entry + unit * stride + n] * work[exit + unit * stride + n];
+                    through_sum += work[entry + unit * state_stride + n] * work[exit + unit * state_stride + n];
                 }
             }
         }
         sync_cube();
-        tile::load(g, &mut work, 0usize, chain, start, channel, time, heads, key, TOKENS);
+        // From here on the work area holds channels: the gates, then two tiles for what is being summed.
+        let stride = comptime!(by_channel.stride);
+        let second = comptime!(by_channel.len());
+        let third = comptime!(2 * by_channel.len());
+        tile::load(g, &mut work, 0usize, chain, start, channel, time, heads, key, by_channel);
         #[unroll]
         for e in 0..rows {
-            let there = start + i0 + e < time && channel + c < key;
-            let at = token_at(chain, start + i0 + e, time, heads, key) + channel + c;
+            let t = start + tile::row(e, sums);
+            let c = channel + tile::column(e, sums);
+            let there = t < time && c < key;
+            let at = token_at(chain, t, time, heads, key) + c;
             query[e] = load_or_zero(q, at, there);
             keys[e] = load_or_zero(k, at, there);
         }
@@ -263,7 +361,8 @@ fn grads_kernel(
         }
         #[unroll]
         for e in 0..rows {
-            let i = i0 + e;
+            let i = tile::row(e, sums);
+            let c = tile::column(e, sums);
             let from_entry = tile::decay(&work, 0usize, i + 1, c, stride);
             dq_sum[e] *= scale * from_entry;
             dr_sum[e] *= -from_entry;
@@ -274,8 +373,11 @@ fn grads_kernel(
         sync_cube();
         #[unroll]
         for e in 0..rows {
-            let i = i0 + e;
-            dg_sum[e] = through[c] + column_sum(&work, second, i, span, c) + column_sum(&work, third, 0usize, i, c);
+            let i = tile::row(e, sums);
+            let c = tile::column(e, sums);
+            let later = column_sum(&work, second, i, span, c, stride);
+            let earlier = column_sum(&work, third, 0usize, i, c, stride);
+            dg_sum[e] = through[c] + later + earlier;
             // A token paired with itself has decay 1, whatever g.
             dq_sum[e] += pairs[i * square + i] * keys[e];
             dk_sum[e] += pairs[i * square + i] * query[e];
@@ -286,37 +388,49 @@ fn grads_kernel(
             sync_cube();
             #[unroll]
             for e in 0..rows {
-                let i = i0 + e;
+                let i = tile::row(e, sums);
+                let c = tile::column(e, sums);
                 factor[e] = from_anchor(&work, c, i, size, stride).exp();
                 let is_row = (i / size) % 2 == 1;
                 work[second + i * stride + c] = select(is_row, strength[i], 1.0f32) * keys[e] * factor[e];
                 work[third + i * stride + c] = query[e] * factor[e];
             }
             sync_cube();
+            // For a row: dP k and dL k over the block's columns. For a column: dL r and dP q over its rows.
+            clear(&mut part, sums);
+            clear(&mut turned, sums);
+            if comptime!(plan.math.fragments()) {
+                if size >= comptime!(BLOCK) {
+                    // All rows of a fragment are on the same side of the same block.
+                    let first = fragment_row(sums) / size * size;
+                    let is_row = (first / size) % 2 == 1;
+                    let from = select(is_row, first - size, first + size);
+                    let other = select(is_row, second.runtime(), third.runtime());
+                    for step in 0..size / comptime!(BLOCK) {
+                        let n = from + step * comptime!(BLOCK);
+                        let live = comptime!(BLOCK).runtime();
+                        let straight = comptime!(plan.with_pairs());
+                        multiply_add(&mut part, &pairs, n, &work, second + n * stride, live, straight, sums);
+                        let across = comptime!(plan.with_pairs_turned());
+                        multiply_add(&mut turned, &pairs, n * square, &work, other + n * stride, live, across, sums);
+                    }
+                } else {
+                    near_pairs(&mut part, &mut turned, &pairs, &work, size, plan);
+                }
+            } else {
+                near_pairs(&mut part, &mut turned, &pairs, &work, size, plan);
+            }
             #[unroll]
             for e in 0..rows {
-                let i = i0 + e;
-                let first = i / size * size;
-                let mut sum = 0.0f32;
+                let i = tile::row(e, sums);
                 if (i / size) % 2 == 1 {
-                    // A row: its partners are the block's columns.
-                    let mut dr_part = 0.0f32;
-                    for j in first - size..first {
-                        let key_j = work[second + j * stride + c];
-                        sum += pairs[i * square + j] * key_j;
-                        dr_part += pairs[j * square + i] * key_j;
-                    }
-                    sum *= factor[e];
-                    dr_part *= factor[e];
+                    let sum = factor[e] * part[e];
+                    let dr_part = factor[e] * turned[e];
                     dq_sum[e] += sum;
                     dr_sum[e] += dr_part;
                     part[e] = query[e] * sum + strength[i] * keys[e] * dr_part;
                 } else {
-                    for n in first + size..first + 2 * size {
-                        sum += pairs[n * square + i] * work[third + n * stride + c];
-                        sum += pairs[i * square + n] * work[second + n * stride + c];
-                    }
-                    sum *= factor[e];
+                    let sum = factor[e] * (part[e] + turned[e]);
                     dk_sum[e] += sum;
                     part[e] = keys[e] * sum;
                 }
@@ -324,19 +438,19 @@ fn grads_kernel(
             sync_cube();
             #[unroll]
             for e in 0..rows {
-                work[second + (i0 + e) * stride + c] = part[e];
+                work[second + tile::row(e, sums) * stride + tile::column(e, sums)] = part[e];
             }
             sync_cube();
             #[unroll]
             for e in 0..rows {
                 // Rows from t on for a row, columns before t for a column.
-                let i = i0 + e;
+                let i = tile::row(e, sums);
                 let first = i / size * size;
                 let is_row = (i / size) % 2 == 1;
                 let from = select(is_row, i, first);
                 let to = select(is_row, first + size, i);
                 if comptime!(mutant != 10) {
-                    dg_sum[e] += column_sum(&work, second, from, to, c);
+                    dg_sum[e] += column_sum(&work, second, from, to, tile::column(e, sums), stride);
                 }
             }
             size *= 2;
@@ -345,7 +459,8 @@ fn grads_kernel(
         sync_cube();
         #[unroll]
         for e in 0..rows {
-            let i = i0 + e;
+            let i = tile::row(e, sums);
+            let c = tile::column(e, sums);
             work[second + i * stride + c] = keys[e] * dr_sum[e];
             if start + i < time && channel + c < key {
                 let at = token_at(chain, start + i, time, heads, key) + channel + c;
@@ -370,12 +485,53 @@ fn grads_kernel(
     }
 }
 
+/// One level's sums over the pairs of small blocks, in f32.
+#[cube]
+fn near_pairs(
+    straight: &mut Array<f32>,
+    turned: &mut Array<f32>,
+    pairs: &SharedMemory<f32>,
+    work: &SharedMemory<f32>,
+    size: usize,
+    #[comptime] plan: Plan,
+) {
+    let square = comptime!(plan.square());
+    let stride = comptime!(plan.by_channel().stride);
+    let second = comptime!(plan.by_channel().len());
+    let third = comptime!(2 * plan.by_channel().len());
+    let sums = comptime!(plan.sums());
+    #[unroll]
+    for e in 0..comptime!(sums.elements()) {
+        let i = tile::row(e, sums);
+        let c = tile::column(e, sums);
+        let first = i / size * size;
+        let is_row = (i / size) % 2 == 1;
+        let from = select(is_row, first - size, first + size);
+        let other = select(is_row, second.runtime(), third.runtime());
+        let mut sum = 0.0f32;
+        let mut across = 0.0f32;
+        for n in from..from + size {
+            sum += pairs[i * square + n] * work[second + n * stride + c];
+            across += pairs[n * square + i] * work[other + n * stride + c];
+        }
+        straight[e] = sum;
+        turned[e] = across;
+    }
+}
+
 /// The sum of rows `from..to` of one channel of the tile at `at`.
 #[cube]
-fn column_sum(work: &SharedMemory<f32>, at: usize, from: usize, to: usize, channel: usize) -> f32 {
+fn column_sum(
+    work: &SharedMemory<f32>,
+    at: usize,
+    from: usize,
+    to: usize,
+    channel: usize,
+    #[comptime] stride: usize,
+) -> f32 {
     let mut sum = 0.0f32;
     for i in from..to {
-        sum += work[at + i * comptime!(TOKENS.stride) + channel];
+        sum += work[at + i * stride + channel];
     }
     sum
 }

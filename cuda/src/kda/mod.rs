@@ -8,10 +8,14 @@
 //!
 //! | kernel | one cube | reads | writes |
 //! |---|---|---|---|
-//! | [`prep`] | a chunk of a chain | q, k, g, beta | P and T = (I + L)^-1 of the chunk |
-//! | [`forward`] | some value columns of a chain, all chunks in turn | q, k, v, g, beta, P, T | o, final state, U, S at each span's entry |
-//! | [`dstate`] | the same, in reverse | q, k, g, beta, P, T, dO | dv, Z, dS at each span's exit, dS of the initial state |
+//! | [`prep`] | a chunk of a chain | q, k, g, beta | P, T = (I + L)^-1, Qt, Rt, Kb and e^{G_n} of the chunk |
+//! | [`forward`] | some value columns of a chain, all chunks in turn | v, beta, what `prep` wrote | o, final state, U, S at each span's entry |
+//! | [`dstate`] | the same, in reverse | beta, what `prep` wrote, dO | dv, Z, dS at each span's exit, dS of the initial state |
 //! | [`grads`] | a span of a chain | q, k, v, g, beta, U, Z, dO, S, dS | dq, dk, dg, dbeta |
+//!
+//! `Config::precision` is that of the products of `forward`, `dstate` and `grads` in arm `fused`: operands are rounded
+//! where they enter a product, and states, decays, sums and the triangular inverse stay f32. Arm `plain` has `Full` only.
+//! See `tile`.
 //!
 //! U and Z do not depend on how the sequence is cut: row t of them is u_t and z_t of the recurrence. So `grads` may use
 //! spans longer than the chunks that U and Z were computed with, and no state is ever computed twice.
@@ -24,8 +28,8 @@
 //! has one fixed order and there are no atomics, so equal inputs give equal bits. No exponent is greater than zero, see
 //! `docs/kda.md` section 6.
 //!
-//! Every kernel fits 32 KiB of shared memory a cube; `prep` and `grads` take a fixed amount below that, the others widen
-//! their tiles where there is more.
+//! Tiles are as wide as fits the device's shared memory. With 32 KiB, as on the software driver, K reaches 128 in arm
+//! `fused`; with the 227 KiB of an H200 all of K and V up to 256 fit.
 //!
 //! Mesa's software Vulkan driver ends a unit's loops without an error once they have run some 65,500 times in all. Long
 //! sequences of wide heads (K = V = 64 and some 300 tokens token by token, some thousand in chunks) come out wrong there
@@ -40,7 +44,7 @@ mod tile;
 
 use cubecl::prelude::*;
 use dormouse_reference::kda::{Config, Form, Grads, Inputs, Kda, Outputs};
-use dormouse_reference::{Dims, Error, Result};
+use dormouse_reference::{Dims, Error, Precision, Result};
 
 use crate::arm::{Arm, Mutant};
 use crate::device::Device;
@@ -86,7 +90,7 @@ enum Kept {
     Nothing,
     /// `[B, H, spans, K, V]`, S on entry to each span.
     Plain { states: Tensor },
-    /// The same, with what every token wrote and the two matrices of every chunk.
+    /// The same, with what every token wrote and what every chunk brings to the state.
     Fused(Fused),
 }
 
@@ -96,7 +100,7 @@ struct Fused {
     states: Tensor,
     /// `[B, T, H, V]`, what each token wrote.
     u: Tensor,
-    pairs: prep::Pairs,
+    chunks: prep::Chunks,
 }
 
 /// Lengths of the axes.
@@ -141,6 +145,7 @@ struct Call<'a> {
     inputs: Inputs<&'a Tensor>,
     sizes: Sizes,
     scale: f32,
+    math: tile::Math,
 }
 
 impl<R: Engine> Kda for Device<R> {
@@ -150,6 +155,7 @@ impl<R: Engine> Kda for Device<R> {
         const OP: &str = "kda::forward";
         let (call, _) = check(self, OP, config, inputs.clone())?;
         let arm = self.forward_arm(STEM);
+        check_precision(OP, config, arm)?;
         let o = self.float_scratch(inputs.v.shape())?;
         let last = self.float_scratch(&call.sizes.state())?;
         let kept = if call.sizes.time == 0 {
@@ -160,8 +166,8 @@ impl<R: Engine> Kda for Device<R> {
             match arm {
                 Arm::Plain => Kept::Plain { states: plain::forward(self, &call, outputs)? },
                 Arm::Fused => {
-                    let pairs = prep::launch(self, &call)?;
-                    Kept::Fused(forward::launch(self, &call, pairs, outputs)?)
+                    let chunks = prep::launch(self, &call)?;
+                    Kept::Fused(forward::launch(self, &call, chunks, outputs)?)
                 }
             }
         };
@@ -178,6 +184,7 @@ impl<R: Engine> Kda for Device<R> {
             dims.bind("final_state", last.shape(), &["B", "H", "K", "V"])?;
         }
         self.check_floats(OP, &upstream.clone().named())?;
+        check_precision(OP, config, saved.arm)?;
         self.note_backward(STEM, saved.arm);
         let grads = Grads {
             dq: self.float_scratch(inputs.q.shape())?,
@@ -198,7 +205,7 @@ impl<R: Engine> Kda for Device<R> {
             }
             Kept::Plain { states } => plain::backward(self, &call, states, upstream, grads.as_ref())?,
             Kept::Fused(fused) => {
-                let passed = dstate::launch(self, &call, &fused.pairs, upstream.clone(), grads.as_ref())?;
+                let passed = dstate::launch(self, &call, &fused.chunks, upstream.clone(), grads.as_ref())?;
                 grads::launch(self, &call, fused, &passed, upstream.o, grads.as_ref())?;
             }
         }
@@ -248,7 +255,8 @@ fn check<'a, R: Engine>(
         }
     }
     let scale = config.scale.unwrap_or_else(|| (sizes.key as f64).powf(-0.5)) as f32;
-    Ok((Call { inputs, sizes, scale }, dims))
+    let math = tile::Math { precision: config.precision, cuda: b.matrix_units() };
+    Ok((Call { inputs, sizes, scale, math }, dims))
 }
 
 fn check_config(op: &'static str, config: &Config) -> Result<()> {
@@ -266,6 +274,15 @@ fn check_config(op: &'static str, config: &Config) -> Result<()> {
         return refuse("checkpoint_every", "at least 1", "0".to_owned());
     }
     Ok(())
+}
+
+/// The yardstick rounds nothing.
+fn check_precision(op: &'static str, config: &Config, arm: Arm) -> Result<()> {
+    if arm == Arm::Fused || config.precision == Precision::Full {
+        return Ok(());
+    }
+    let expected = "Full, the only arithmetic of the plain kernels".to_owned();
+    Err(Error::Config { op, field: "precision", expected, got: format!("{:?}", config.precision) })
 }
 
 /// The planted fault if it is one of this kernel's: the others need not be compiled again.

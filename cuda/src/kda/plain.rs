@@ -54,7 +54,7 @@ impl Plan {
 /// Runs every chain from its initial state, or zeros. Returns the state on entry to each span, `[B, H, spans, K, V]`.
 pub(super) fn forward<R: Engine>(b: &Device<R>, call: &Call<'_>, outputs: Outputs<&Tensor>) -> Result<Tensor> {
     const NAME: &str = "kda::plain_forward";
-    let Call { inputs, sizes, scale } = call;
+    let Call { inputs, sizes, scale, .. } = call;
     let plan = Plan::new(b, NAME, sizes)?;
     let states = b.float_scratch(&sizes.span_states())?;
     let cubes = sizes.chains() * sizes.value.div_ceil(plan.columns);
@@ -197,7 +197,7 @@ pub(super) fn backward<R: Engine>(
     grads: Grads<&Tensor>,
 ) -> Result<()> {
     const NAME: &str = "kda::plain_backward";
-    let Call { inputs, sizes, scale } = call;
+    let Call { inputs, sizes, scale, .. } = call;
     let plan = Plan::new(b, NAME, sizes)?;
     let scratch = b.float_scratch(&[sizes.chains(), SPAN, sizes.key + 1, plan.columns])?;
     let mut uses = vec![inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, states, upstream.o];

@@ -1,39 +1,115 @@
 //! Products of tiles in shared memory, with the result spread over the units of a cube.
 //!
 //! All matrix products of the fused kernels go through [`multiply_add`], and all knowledge of which unit holds which
-//! element through [`row`] and [`column`]. A variant that uses tensor cores replaces these three.
+//! element through [`row`] and [`column`]. [`Math`] decides how they work:
+//!
+//! - `Full`: a unit holds neighbouring rows of one column and multiplies in f32.
+//! - `Tf32` and `Bf16`: operands are rounded, sums stay f32. Results lie as the matrix units of an NVIDIA GPU want them
+//!   (PTX `mma.m16n8k8` and `m16n8k16`): 32 units share 16 rows of 8 columns, each holds two neighbouring columns of two
+//!   rows. On CUDA the matrix units multiply. Elsewhere each unit computes the same elements from operands that it has
+//!   rounded in the same way, so what the rounding does to results can be tested without such a GPU.
 
 use cubecl::prelude::*;
+use dormouse_reference::Precision;
+use half::bf16;
 
 use super::{load_or_zero, token_at};
 use crate::tensor::Floats;
 
-/// A result of `rows` by `columns`, `rows * columns / units` elements a unit: neighbouring rows of one column.
+/// How products are computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Math {
+    pub precision: Precision,
+    /// Whether this is CUDA: matrix units multiply, and loops over whole tiles have lengths that the compiler knows. The
+    /// software driver unrolls such loops and then takes half a minute a kernel.
+    pub cuda: bool,
+}
+
+impl Math {
+    /// Whether results lie as matrix units want them.
+    pub const fn fragments(self) -> bool {
+        !matches!(self.precision, Precision::Full)
+    }
+
+    /// What a tile's rows are padded by, so that units which read one column together meet in few banks of the memory:
+    /// those of a matrix product read four neighbouring rows of eight columns.
+    pub const fn padding(self) -> usize {
+        if self.fragments() { 4 } else { 1 }
+    }
+}
+
+/// Units that hold one fragment together.
+const LANES: usize = 32;
+
+/// Rows and columns of a fragment, and its elements a unit.
+const ROWS: usize = 16;
+const COLUMNS: usize = 8;
+const HELD: usize = ROWS * COLUMNS / LANES;
+
+/// A result of `rows` by `columns`, `rows * columns / units` elements a unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Tile {
     pub rows: usize,
     pub columns: usize,
     pub units: usize,
+    pub math: Math,
 }
 
 impl Tile {
-    /// Elements that a unit holds. The units must divide the tile evenly, and a column's rows.
+    /// Elements that a unit holds. The units must divide the tile evenly: in full precision a column's rows, otherwise
+    /// the fragments of a row of fragments.
     pub const fn elements(self) -> usize {
-        assert!(self.units.is_multiple_of(self.columns) && (self.rows * self.columns).is_multiple_of(self.units));
-        self.rows * self.columns / self.units
+        let elements = self.rows * self.columns / self.units;
+        if self.math.fragments() {
+            assert!(self.units.is_multiple_of(LANES) && elements.is_multiple_of(HELD));
+            assert!((self.columns / COLUMNS).is_multiple_of(elements / HELD));
+        } else {
+            assert!(self.units.is_multiple_of(self.columns) && (self.rows * self.columns).is_multiple_of(self.units));
+        }
+        elements
     }
+
+    /// Fragments of 32 units.
+    const fn fragments(self) -> usize {
+        self.elements() / HELD
+    }
+
+    /// Groups of 32 units that share a row of fragments.
+    const fn groups(self) -> usize {
+        self.columns / COLUMNS / self.fragments()
+    }
+}
+
+/// The first row of this unit's fragments. Neighbouring units in groups of 32 have the same.
+#[cube]
+pub(crate) fn fragment_row(#[comptime] tile: Tile) -> usize {
+    UNIT_POS as usize / comptime!(LANES * tile.groups()) * comptime!(ROWS)
+}
+
+/// The first column of this unit's fragments.
+#[cube]
+fn fragment_column(#[comptime] tile: Tile) -> usize {
+    UNIT_POS as usize / comptime!(LANES) % comptime!(tile.groups()) * comptime!(tile.fragments() * COLUMNS)
 }
 
 /// The row of element `e` of this unit.
 #[cube]
-pub(crate) fn row(e: usize, #[comptime] tile: Tile) -> usize {
-    UNIT_POS as usize / comptime!(tile.columns) * comptime!(tile.elements()) + e
+pub(crate) fn row(#[comptime] e: usize, #[comptime] tile: Tile) -> usize {
+    if comptime!(tile.math.fragments()) {
+        fragment_row(tile) + UNIT_POS as usize % comptime!(LANES) / 4 + comptime!(e % HELD / 2 * 8)
+    } else {
+        UNIT_POS as usize / comptime!(tile.columns) * comptime!(tile.elements()) + comptime!(e)
+    }
 }
 
-/// The column of this unit's elements.
+/// The column of element `e` of this unit.
 #[cube]
-pub(crate) fn column(#[comptime] tile: Tile) -> usize {
-    UNIT_POS as usize % comptime!(tile.columns)
+pub(crate) fn column(#[comptime] e: usize, #[comptime] tile: Tile) -> usize {
+    if comptime!(tile.math.fragments()) {
+        fragment_column(tile) + UNIT_POS as usize % 4 * 2 + comptime!(e / HELD * COLUMNS + e % 2)
+    } else {
+        UNIT_POS as usize % comptime!(tile.columns)
+    }
 }
 
 /// Sets this unit's elements to zero.
@@ -52,30 +128,222 @@ pub(crate) struct Strides {
     pub second: usize,
 }
 
-/// sum += A B over `inner`, A `[rows, inner]` from `a_at` on, B `[inner, columns]` from `b_at` on.
+/// Both factors of a product.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Factors {
+    pub a: Strides,
+    pub b: Strides,
+    /// Columns of A and rows of B, a multiple of 16.
+    pub inner: usize,
+}
+
+/// sum += A B, A `[rows, inner]` from `a_at` on, B `[inner, columns]` from `b_at` on.
 ///
-/// `inner` is how much of the tiles is in use, a number of the launch and not of the compilation: a software driver
-/// unrolls loops that it knows the length of, and then takes half a minute a kernel. What lies behind is zeros, so a
-/// variant may as well multiply whole tiles.
+/// `live` is how much of `inner` is in use; what lies behind is zeros.
 #[cube]
 pub(crate) fn multiply_add(
     sum: &mut Array<f32>,
     a: &SharedMemory<f32>,
     a_at: usize,
-    #[comptime] a_strides: Strides,
     b: &SharedMemory<f32>,
     b_at: usize,
-    #[comptime] b_strides: Strides,
-    inner: usize,
+    live: usize,
+    #[comptime] factors: Factors,
     #[comptime] tile: Tile,
 ) {
-    let a_at = a_at + row(0usize, tile) * comptime!(a_strides.first);
-    let b_at = b_at + column(tile) * comptime!(b_strides.second);
-    for n in 0..inner {
-        let y = b[b_at + n * comptime!(b_strides.first)];
+    if comptime!(tile.math.fragments()) {
+        if comptime!(!tile.math.cuda) {
+            emulated(sum, a, a_at, b, b_at, live, factors, tile);
+        } else if comptime!(matches!(tile.math.precision, Precision::Bf16)) {
+            by_bf16(sum, a, a_at, b, b_at, factors, tile);
+        } else {
+            by_tf32(sum, a, a_at, b, b_at, factors, tile);
+        }
+    } else {
+        let a_at = a_at + row(0usize, tile) * comptime!(factors.a.first);
+        let b_at = b_at + column(0usize, tile) * comptime!(factors.b.second);
+        if comptime!(tile.math.cuda) {
+            for n in 0..comptime!(factors.inner) {
+                by_f32(sum, a, a_at, b, b_at, n, factors, tile);
+            }
+        } else {
+            for n in 0..live {
+                by_f32(sum, a, a_at, b, b_at, n, factors, tile);
+            }
+        }
+    }
+}
+
+/// Column `n` of A times row `n` of B.
+#[cube]
+fn by_f32(
+    sum: &mut Array<f32>,
+    a: &SharedMemory<f32>,
+    a_at: usize,
+    b: &SharedMemory<f32>,
+    b_at: usize,
+    n: usize,
+    #[comptime] factors: Factors,
+    #[comptime] tile: Tile,
+) {
+    let y = b[b_at + n * comptime!(factors.b.first)];
+    #[unroll]
+    for e in 0..comptime!(tile.elements()) {
+        sum[e] += a[a_at + comptime!(e * factors.a.first) + n * comptime!(factors.a.second)] * y;
+    }
+}
+
+/// The product of rounded operands without matrix units.
+#[cube]
+fn emulated(
+    sum: &mut Array<f32>,
+    a: &SharedMemory<f32>,
+    a_at: usize,
+    b: &SharedMemory<f32>,
+    b_at: usize,
+    live: usize,
+    #[comptime] factors: Factors,
+    #[comptime] tile: Tile,
+) {
+    for n in 0..live {
         #[unroll]
         for e in 0..comptime!(tile.elements()) {
-            sum[e] += a[a_at + comptime!(e * a_strides.first) + n * comptime!(a_strides.second)] * y;
+            let x = a[a_at + row(e, tile) * comptime!(factors.a.first) + n * comptime!(factors.a.second)];
+            let y = b[b_at + n * comptime!(factors.b.first) + column(e, tile) * comptime!(factors.b.second)];
+            sum[e] += rounded(x, comptime!(tile.math.precision)) * rounded(y, comptime!(tile.math.precision));
+        }
+    }
+}
+
+/// `x` rounded as an operand: bf16 to the nearest, ties to even; tf32 to the nearest, ties away from zero.
+#[cube]
+fn rounded(x: f32, #[comptime] precision: Precision) -> f32 {
+    let bits = u32::reinterpret(x);
+    if comptime!(matches!(precision, Precision::Bf16)) {
+        f32::reinterpret((bits + 0x7fffu32 + ((bits >> 16u32) & 1u32)) & 0xffff_0000u32)
+    } else {
+        f32::reinterpret((bits + 0x1000u32) & 0xffff_e000u32)
+    }
+}
+
+/// `x` as an operand of matrix units.
+#[cube]
+fn operand<E: Float>(x: f32) -> E {
+    E::cast_from(x)
+}
+
+/// The product by matrix units, operands in bf16: 16 by 16 times 16 by 8 an instruction.
+#[cube]
+fn by_bf16(
+    sum: &mut Array<f32>,
+    a: &SharedMemory<f32>,
+    a_at: usize,
+    b: &SharedMemory<f32>,
+    b_at: usize,
+    #[comptime] factors: Factors,
+    #[comptime] tile: Tile,
+) {
+    let definition = cmma::MmaDefinition::<bf16, bf16, f32>::new(16usize, 8usize, 16usize);
+    let size!(NA) = definition.vector_size(cmma::MatrixIdent::A);
+    let size!(NB) = definition.vector_size(cmma::MatrixIdent::B);
+    let size!(NC) = definition.vector_size(cmma::MatrixIdent::Accumulator);
+    let lane = UNIT_POS as usize % comptime!(LANES);
+    let (group, inner) = (lane / 4, lane % 4 * 2);
+    let a_at = a_at + (fragment_row(tile) + group) * comptime!(factors.a.first) + inner * comptime!(factors.a.second);
+    let b_at =
+        b_at + (fragment_column(tile) + group) * comptime!(factors.b.second) + inner * comptime!(factors.b.first);
+    let mut left = Array::<Vector<bf16, NA>>::new(4usize);
+    let mut right = Array::<Vector<bf16, NB>>::new(2usize);
+    let mut held = Array::<Vector<f32, NC>>::new(2usize);
+    #[unroll]
+    for step in 0..comptime!(factors.inner / 16) {
+        #[unroll]
+        for i in 0..4usize {
+            // Registers in the order of rows 0 and 8, then of inner 0 and 8.
+            let at = a_at + comptime!(i % 2 * 8 * factors.a.first + (step * 16 + i / 2 * 8) * factors.a.second);
+            let mut pair = Vector::<bf16, NA>::empty();
+            pair[0] = operand::<bf16>(a[at]);
+            pair[1] = operand::<bf16>(a[at + comptime!(factors.a.second)]);
+            left[i] = pair;
+        }
+        #[unroll]
+        for f in 0..comptime!(tile.fragments()) {
+            #[unroll]
+            for i in 0..2usize {
+                let at = b_at + comptime!(f * COLUMNS * factors.b.second + (step * 16 + i * 8) * factors.b.first);
+                let mut pair = Vector::<bf16, NB>::empty();
+                pair[0] = operand::<bf16>(b[at]);
+                pair[1] = operand::<bf16>(b[at + comptime!(factors.b.first)]);
+                right[i] = pair;
+                let mut pair = Vector::<f32, NC>::empty();
+                pair[0] = sum[comptime!(f * HELD + i * 2)];
+                pair[1] = sum[comptime!(f * HELD + i * 2 + 1)];
+                held[i] = pair;
+            }
+            let result = definition.execute(&left, &right, &held);
+            #[unroll]
+            for i in 0..2usize {
+                let pair = result[i];
+                sum[comptime!(f * HELD + i * 2)] = pair[0];
+                sum[comptime!(f * HELD + i * 2 + 1)] = pair[1];
+            }
+        }
+    }
+}
+
+/// The product by matrix units, operands in tf32: 16 by 8 times 8 by 8 an instruction.
+#[cube]
+fn by_tf32(
+    sum: &mut Array<f32>,
+    a: &SharedMemory<f32>,
+    a_at: usize,
+    b: &SharedMemory<f32>,
+    b_at: usize,
+    #[comptime] factors: Factors,
+    #[comptime] tile: Tile,
+) {
+    let definition = cmma::MmaDefinition::<tf32, tf32, f32>::new(16usize, 8usize, 8usize);
+    let size!(NA) = definition.vector_size(cmma::MatrixIdent::A);
+    let size!(NB) = definition.vector_size(cmma::MatrixIdent::B);
+    let size!(NC) = definition.vector_size(cmma::MatrixIdent::Accumulator);
+    let lane = UNIT_POS as usize % comptime!(LANES);
+    let (group, inner) = (lane / 4, lane % 4);
+    let a_at = a_at + (fragment_row(tile) + group) * comptime!(factors.a.first) + inner * comptime!(factors.a.second);
+    let b_at =
+        b_at + (fragment_column(tile) + group) * comptime!(factors.b.second) + inner * comptime!(factors.b.first);
+    let mut left = Array::<Vector<tf32, NA>>::new(4usize);
+    let mut right = Array::<Vector<tf32, NB>>::new(2usize);
+    let mut held = Array::<Vector<f32, NC>>::new(2usize);
+    #[unroll]
+    for step in 0..comptime!(factors.inner / 8) {
+        #[unroll]
+        for i in 0..4usize {
+            // Registers in the order of rows 0 and 8, then of inner 0 and 4.
+            let at = a_at + comptime!(i % 2 * 8 * factors.a.first + (step * 8 + i / 2 * 4) * factors.a.second);
+            let mut one = Vector::<tf32, NA>::empty();
+            one[0] = operand::<tf32>(a[at]);
+            left[i] = one;
+        }
+        #[unroll]
+        for f in 0..comptime!(tile.fragments()) {
+            #[unroll]
+            for i in 0..2usize {
+                let at = b_at + comptime!(f * COLUMNS * factors.b.second + (step * 8 + i * 4) * factors.b.first);
+                let mut one = Vector::<tf32, NB>::empty();
+                one[0] = operand::<tf32>(b[at]);
+                right[i] = one;
+                let mut pair = Vector::<f32, NC>::empty();
+                pair[0] = sum[comptime!(f * HELD + i * 2)];
+                pair[1] = sum[comptime!(f * HELD + i * 2 + 1)];
+                held[i] = pair;
+            }
+            let result = definition.execute(&left, &right, &held);
+            #[unroll]
+            for i in 0..2usize {
+                let pair = result[i];
+                sum[comptime!(f * HELD + i * 2)] = pair[0];
+                sum[comptime!(f * HELD + i * 2 + 1)] = pair[1];
+            }
         }
     }
 }
@@ -156,13 +424,27 @@ pub(crate) fn decay(
     sum.exp()
 }
 
-/// Copies P or T of one chunk into shared memory.
+/// Reads the rows of a matrix that starts at `at` and has rows of `width` into this unit's registers, with zeros for
+/// columns that do not exist; [`put`] takes them on to shared memory. What is read a chunk ahead is there when it is used.
 #[cube]
-pub(crate) fn load_pairs(x: &Floats, into: &mut SharedMemory<f32>, number: usize, #[comptime] part: Part) {
+pub(crate) fn fetch(x: &Floats, ahead: &mut Array<f32>, at: usize, width: usize, #[comptime] part: Part) {
+    #[unroll]
     for n in 0..comptime!(part.per_unit()) {
         let i = part_row(n, part);
-        let j = part_column(n, part);
-        into[i * comptime!(part.stride) + j] = x.at((number * comptime!(part.rows) + i) * comptime!(part.columns) + j);
+        let c = part_column(n, part);
+        ahead[n] = load_or_zero(x, at + i * width + c, i < comptime!(part.rows) && c < width);
+    }
+}
+
+/// Writes what [`fetch`] has read to shared memory.
+#[cube]
+pub(crate) fn put(ahead: &Array<f32>, into: &mut SharedMemory<f32>, #[comptime] part: Part) {
+    #[unroll]
+    for n in 0..comptime!(part.per_unit()) {
+        let i = part_row(n, part);
+        if i < comptime!(part.rows) {
+            into[i * comptime!(part.stride) + part_column(n, part)] = ahead[n];
+        }
     }
 }
 
@@ -188,6 +470,14 @@ pub(crate) fn load_state(
             let loaded = load_or_zero(x, at + c * value + j, c < key && j < value);
             into[into_at + r * comptime!(part.stride) + part_column(n, part)] = loaded;
         }
+    }
+}
+
+/// Sets a state to zero.
+#[cube]
+pub(crate) fn clear_state(into: &mut SharedMemory<f32>, #[comptime] part: Part) {
+    for n in 0..comptime!(part.per_unit()) {
+        into[part_row(n, part) * comptime!(part.stride) + part_column(n, part)] = 0.0f32;
     }
 }
 

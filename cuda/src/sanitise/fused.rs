@@ -16,7 +16,7 @@
 use cubecl::prelude::*;
 use dormouse_reference::{DType, Result, Tensors};
 
-use super::{Call, INFINITY, STEM, decide, magnitude};
+use super::{Call, INFINITY, STEM, decide, magnitude, not_finite};
 use crate::device::Device;
 use crate::launch::Grid;
 use crate::ranges;
@@ -158,9 +158,7 @@ fn decide_kernel(
         for step in 0..n_losses.div_ceil(units) {
             let i = step * units + me;
             if i < n_losses {
-                if magnitude(losses.at(i)) >= comptime!(INFINITY) {
-                    bad += 1u32;
-                }
+                bad += not_finite(losses.at(i));
             }
         }
     }

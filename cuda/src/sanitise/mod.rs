@@ -104,6 +104,16 @@ fn magnitude(bits: u32) -> u32 {
     bits & 0x7fff_ffffu32
 }
 
+/// 1 for the bits of NaN or an infinity, else 0.
+#[cube]
+fn not_finite(bits: u32) -> u32 {
+    let mut one = 0u32;
+    if magnitude(bits) >= comptime!(INFINITY) {
+        one = 1u32;
+    }
+    one
+}
+
 /// Writes (norm, nonfinite, scale, apply) and advances the counters. One unit of the launch calls it.
 ///
 /// Mutants: 5 closes the latch one skip early, 8 ignores it.

@@ -4,7 +4,7 @@
 use cubecl::prelude::*;
 use dormouse_reference::{DType, Result, Tensors};
 
-use super::{Call, INFINITY, decide, magnitude};
+use super::{Call, INFINITY, decide, magnitude, not_finite};
 use crate::device::Device;
 use crate::launch::Grid;
 use crate::runtime::Engine;
@@ -110,9 +110,7 @@ fn decide_kernel(
     if ABSOLUTE_POS == 0 {
         let mut bad = nonfinite.at(0);
         for i in 0..n_losses as usize {
-            if magnitude(losses.at(i)) >= comptime!(INFINITY) {
-                bad += 1u32;
-            }
+            bad += not_finite(losses.at(i));
         }
         let unit = f32::reinterpret(largest.at(0));
         let root = squares.at(0).sqrt();

@@ -53,12 +53,12 @@ mod tests;
 use rayon::prelude::*;
 
 use crate::checked::Checked;
-use crate::cpu::{Reference, Tensor, Values};
+use crate::cpu::{Reference, Tensor, Values, full_precision};
 use crate::dims::Dims;
 use crate::error::{Error, Result};
 use crate::fields;
 use crate::scalar::Scalar;
-use crate::tensor::Tensors;
+use crate::tensor::{Precision, Tensors};
 
 /// How the function is computed. The result is the same up to rounding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -92,6 +92,8 @@ pub struct Config {
     pub checkpoint_every: usize,
     /// Whether the checkpoints are kept or computed again.
     pub memory: Memory,
+    /// The arithmetic of the products of the chunked form; states and decays stay in full precision.
+    pub precision: Precision,
 }
 
 fields! {
@@ -147,8 +149,8 @@ fields! {
 ///
 /// # Errors
 /// `Shape` if the inputs disagree about B, T, H, K or V, if H, K or V is zero, or if an upstream gradient has another
-/// shape than its output; `Config` if `scale` is not finite or `chunk` or `checkpoint_every` is zero. B = 0 and T = 0
-/// give empty results, with the final state equal to the initial one.
+/// shape than its output; `Config` if `scale` is not finite, `chunk` or `checkpoint_every` is zero, or for a precision
+/// that the backend does not have. B = 0 and T = 0 give empty results, with the final state equal to the initial one.
 pub trait Kda: Tensors {
     /// What `forward` hands to `backward`.
     type Saved;
@@ -369,7 +371,7 @@ fn check_config(op: &'static str, config: &Config) -> Result<()> {
     if config.checkpoint_every == 0 {
         return refuse("checkpoint_every", "at least 1", "0".to_owned());
     }
-    Ok(())
+    full_precision(op, config.precision)
 }
 
 fn check_inputs(op: &'static str, inputs: Inputs<&[usize]>) -> Result<Shape> {

@@ -4,12 +4,12 @@ use approx::assert_relative_eq;
 use ndarray::{ArrayD, IxDyn};
 
 use super::{Config, Form, Grads, Inputs, Kda, Memory, Outputs};
-use crate::{Checked, Reference, Tensor, Tensors};
+use crate::{Checked, Precision, Reference, Tensor, Tensors};
 
 const FORMS: [Form; 2] = [Form::Recurrent, Form::Chunked { chunk: 2 }];
 
 fn config(form: Form) -> Config {
-    Config { scale: Some(1.0), form, checkpoint_every: 2, memory: Memory::Save }
+    Config { scale: Some(1.0), form, checkpoint_every: 2, memory: Memory::Save, precision: Precision::Full }
 }
 
 fn tensor(b: &Reference<f64>, shape: &[usize], values: &[f64]) -> Tensor<f64> {

@@ -53,8 +53,13 @@ pub(super) mod configs {
     pub const GATE: decay_gate::Config =
         decay_gate::Config { kind: decay_gate::Kind::Bounded { lower_bound: -5.0 }, beta_scale: 1.0 };
     /// A state every 64 tokens, the chunk of the device kernels, so that states can be compared one by one.
-    pub const KDA: kda::Config =
-        kda::Config { scale: None, form: kda::Form::Recurrent, checkpoint_every: 64, memory: kda::Memory::Save };
+    pub const KDA: kda::Config = kda::Config {
+        scale: None,
+        form: kda::Form::Recurrent,
+        checkpoint_every: 64,
+        memory: kda::Memory::Save,
+        precision: Precision::Full,
+    };
     /// mean o^2 starts near 1e-5, so a larger eps would swamp it.
     pub const OUT_NORM: gated_rms_norm::Config = gated_rms_norm::Config { eps: 1e-8 };
     /// The memory branch may carry at most half of what it shares with the dense one.

@@ -23,8 +23,9 @@ pub const WORKSPACE: usize = 32 << 20;
 /// Suggestions that the library is asked for.
 const SUGGESTIONS: usize = 16;
 
-/// The largest alignment that makes a difference to the library, 256 bytes, as a power of two.
-const ALIGNMENT: u32 = 8;
+/// Bytes of the widest access that an algorithm makes to memory. An address is a multiple of it or of a word only: finer
+/// classes would make the bits of a product depend on where in memory it lies, and buy nothing.
+const WIDEST: u64 = 16;
 
 /// The library with its plans. Used on the device thread only.
 pub struct Library {
@@ -267,7 +268,8 @@ impl Library {
 
     /// Launches a product on the stream, or records it; false if there is no algorithm for it.
     pub fn launch(&mut self, call: &Call, at: &Addresses, stream: &CudaStream) -> Result<bool, Error> {
-        let alignments = [at.a, at.b, at.added, at.out].map(|at| 1 << at.trailing_zeros().min(ALIGNMENT));
+        let class = |at: u64| if at.is_multiple_of(WIDEST) { WIDEST as u32 } else { size_of::<f32>() as u32 };
+        let alignments = [at.a, at.b, at.added, at.out].map(class);
         let key = (*call, alignments);
         if !self.plans.contains_key(&key) {
             let plan = self.plan(call, alignments, at.added)?;
@@ -320,7 +322,9 @@ impl Library {
         let out = Layout::new(n, m, batch, call.out)?;
         let plan = Plan { description, first, second, out, algorithm: sys::cublasLtMatmulAlgo_t { data: [0; 8] } };
         let suggestions = self.suggestions(&plan, call, alignments)?;
-        let measured = self.table.get(&Key::of(self.sm, self.version, call)).copied();
+        // The library's check does not look at addresses, and the table was measured with aligned ones.
+        let aligned = alignments.iter().all(|&alignment| u64::from(alignment) == WIDEST);
+        let measured = self.table.get(&Key::of(self.sm, self.version, call)).filter(|_| aligned).copied();
         let measured = measured.map(|data| sys::cublasLtMatmulAlgo_t { data });
         let (algorithm, source) = match (self.asked, measured) {
             (Some(number), _) if number < suggestions.len() => (Some(suggestions[number]), Source::Asked(number)),
@@ -370,8 +374,10 @@ impl Library {
             )
         };
         match status {
-            // No algorithm at all is an answer and no failure.
-            sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED => return Ok(Vec::new()),
+            // No algorithm at all, or none for strides like these, is an answer and no failure: [`Choice`] shows it.
+            sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED | sys::cublasStatus_t::CUBLAS_STATUS_INVALID_VALUE => {
+                return Ok(Vec::new());
+            }
             status => status.result().map_err(failed("cublasLtMatmulAlgoGetHeuristic"))?,
         }
         let found = usize::try_from(found).unwrap_or(0);
@@ -417,4 +423,29 @@ fn usable(call: &Call, result: &sys::cublasLtMatmulHeuristicResult_t) -> bool {
         && result.workspaceSize <= WORKSPACE
         && fixed.iter().any(|&allowed| scheme == Some(allowed as u32))
         && (call.added != Added::Matrix || adds_another(&result.algo))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Needs the library and no GPU: every descriptor with the size of each of its attributes.
+    #[test]
+    fn the_library_takes_every_description() {
+        // SAFETY: loads a shared library by name and drops it again.
+        if !unsafe { sys::is_culib_present() } {
+            eprintln!("NOTRUN: {}", Error::NoGemmLibrary);
+            return;
+        }
+        let stored = |transposed| Stored { transposed, row: 24, next: 480 };
+        for precision in [Precision::Full, Precision::Tf32, Precision::Bf16] {
+            for added in [Added::Nothing, Added::Row, Added::Matrix, Added::Destination] {
+                let (a, b, out) = (stored(false), stored(true), stored(false));
+                let call = Call { precision, batch: 3, m: 20, k: 24, n: 20, a, b, added, out };
+                Description::new(&call, 512).unwrap().set_row(1024).unwrap();
+                Layout::new(24, 20, call.batch, call.a).unwrap();
+                Preference::new([4, 16, 16, 4]).unwrap();
+            }
+        }
+    }
 }

@@ -3,7 +3,8 @@
 //! A product is planned once for its [`Call`] and the alignment of its addresses; the second time, a call only launches.
 //! It allocates nothing, waits for nothing and so can be captured. The algorithm comes from a committed [`table`] of
 //! measured ones, else it is the library's first suggestion that sums in a fixed order: either way the same in every
-//! process with the same library and GPU. [`Choice`] says which.
+//! process with the same library and GPU. [`Choice`] says which. A matrix that does not start at a multiple of 16 bytes
+//! gets an algorithm of its own, and so other bits in the last places than one that does.
 
 use std::fmt;
 use std::sync::OnceLock;
@@ -136,7 +137,7 @@ pub struct Choice {
     pub version: usize,
     /// The product.
     pub call: Call,
-    /// Bytes that all addresses are multiples of: those of a, b, what is added and the result.
+    /// Bytes that the addresses of a, b, what is added and the result are multiples of: 16, or 4.
     pub alignments: [u32; 4],
     /// The library's own form of the algorithm; empty if the library has none.
     pub algorithm: String,

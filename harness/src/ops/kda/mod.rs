@@ -4,8 +4,8 @@
 //! writing of itself and its chunked form to another algorithm altogether. [`laws`] are the identities and closed forms
 //! that hold whatever the implementation.
 
-use dormouse_reference::Result;
 use dormouse_reference::kda::{self, Config, Form, Inputs, Kda, Memory, Outputs};
+use dormouse_reference::{Precision, Result};
 use ndarray::{Array4, ArrayD, Ix3, Ix4};
 use proptest::prelude::*;
 use rand_chacha::ChaCha8Rng;
@@ -46,7 +46,7 @@ fn case(
     let states: String = present.iter().map(|name| format!("-{name}")).collect();
     Case {
         name: format!("b{b}-t{t}-h{h}-k{k}-v{v}-{form_name}-{memory_name}{checkpoint_every}-{family}{states}"),
-        config: Config { scale: None, form, checkpoint_every, memory },
+        config: Config { scale: None, form, checkpoint_every, memory, precision: Precision::Full },
         dims: vec![("B", b), ("T", t), ("H", h), ("K", k), ("V", v)],
         family,
         present: present.to_vec(),

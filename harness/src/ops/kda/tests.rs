@@ -1,7 +1,7 @@
 //! Inputs that broke other implementations of gated delta rules, one test a report, on both forms of the reference.
 
 use dormouse_reference::kda::{Config, Form, Inputs, Kda, Memory};
-use dormouse_reference::{Reference, Tensors};
+use dormouse_reference::{Precision, Reference, Tensors};
 use ndarray::{ArrayD, Axis, Ix4, IxDyn, Slice, s};
 use rand_chacha::ChaCha8Rng;
 
@@ -20,7 +20,7 @@ const FORMS: [Form; 4] =
     [Form::Recurrent, Form::Chunked { chunk: 4 }, Form::Chunked { chunk: 16 }, Form::Chunked { chunk: 64 }];
 
 fn config(form: Form) -> Config {
-    Config { scale: None, form, checkpoint_every: 64, memory: Memory::Save }
+    Config { scale: None, form, checkpoint_every: 64, memory: Memory::Save, precision: Precision::Full }
 }
 
 fn rng(case: &str) -> ChaCha8Rng {

@@ -1,0 +1,27 @@
+//! The sum over the units of one cube, in one fixed order: the end of a fused reduction to a single number.
+
+use cubecl::prelude::*;
+
+/// Units of a cube.
+pub(crate) const UNITS: u32 = 256;
+
+/// The sum of `value` over all units of the cube, given to the first one; the others get parts of it. Every unit of the
+/// cube must call it. `shared` has [`UNITS`] elements.
+#[cube]
+pub(crate) fn sum(value: f32, shared: &mut SharedMemory<f32>) -> f32 {
+    let me = UNIT_POS as usize;
+    shared[me] = value;
+    sync_cube();
+    #[unroll]
+    for level in 0..8u32 {
+        let half = comptime!(128usize >> level as usize);
+        if me < half {
+            shared[me] = shared[me] + shared[me + half];
+        }
+        sync_cube();
+    }
+    let total = shared[me];
+    // The next call writes the same memory.
+    sync_cube();
+    total
+}

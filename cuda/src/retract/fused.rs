@@ -1,0 +1,335 @@
+//! Arm `fused`: three launches for four iterations, whatever the shape.
+//!
+//! Every iteration multiplies X from the right by a polynomial of A = X^T X, so A can be followed without X:
+//!
+//! ```text
+//! P_i = 15/8 I - 5/4 A_i + 3/8 A_i^2        A_(i+1) = P_i A_i P_i        X <- X (P_1 P_2 ..)
+//! ```
+//!
+//! The first launch computes A, in blocks of rows; the second does all the k by k work, two cubes a matrix, see
+//! [`polar`]; the third multiplies X by the product. X is read twice and written once.
+//!
+//! Following A costs a relative error of spread^2 times the rounding of A, which the same product in X would not, and a
+//! rounding error that makes a vanishing eigenvalue of A negative grows by (15/8)^2 an iteration. So after [`ROUND`]
+//! iterations a new round starts from A = X^T X, which forgets both.
+//!
+//! Instead of max|X|, X is divided by the power of two at or below it, a block of rows by its own: exact, and the blocks
+//! meet in the second launch. The result depends on neither.
+
+use cubecl::prelude::*;
+use dormouse_reference::{Error, Result, Tensors};
+
+use super::{Call, OP, STEM, polar};
+use crate::device::Device;
+use crate::launch::Grid;
+use crate::runtime::Engine;
+use crate::tensor::{Floats, Tensor};
+
+/// Units of a cube.
+const UNITS: u32 = 256;
+
+/// Rows and columns of the part of A that a cube computes, and the rows of X it takes at a time.
+const TILE: usize = 32;
+
+/// Rows of X of a block, where that makes [`BLOCKS`] blocks or fewer.
+const ROWS: usize = 64;
+
+/// The most blocks of a matrix.
+const BLOCKS: usize = 32;
+
+/// Elements of the rows of X that a cube of the third launch holds.
+const HELD: usize = polar::LARGEST_K;
+
+/// Iterations before A is computed anew.
+const ROUND: usize = 4;
+
+/// The larger of two numbers that are not NaN, written out because devices differ about NaN.
+#[cube]
+fn larger(a: f32, b: f32) -> f32 {
+    let mut most = a;
+    if b > a {
+        most = b;
+    }
+    most
+}
+
+/// A block of rows, over its own power of two: a tile of its X^T X.
+///
+/// Mutants: 8 misses the last row of a block.
+#[cube(launch_unchecked)]
+fn gram_kernel(
+    x: &Floats,
+    grams: &mut Floats,
+    scales: &mut Floats,
+    e: u32,
+    n: u32,
+    k: u32,
+    blocks: u32,
+    rows: u32,
+    #[comptime] mutant: u32,
+) {
+    let (n, k, blocks, rows) = (n as usize, k as usize, blocks as usize, rows as usize);
+    let me = UNIT_POS as usize;
+    let units = comptime!(UNITS as usize);
+    let side = comptime!(TILE);
+    let tiles = k.div_ceil(side);
+    let left = CUBE_POS % tiles * side;
+    let right = CUBE_POS / tiles % tiles * side;
+    let place = CUBE_POS / (tiles * tiles);
+    let matrix = place / blocks;
+    let first = place % blocks * rows;
+    let mut last = first + rows;
+    if last > n {
+        last = n;
+    }
+    if comptime!(mutant == 8) {
+        last -= 1;
+    }
+    // A cube behind the last matrix has no rows.
+    if matrix >= e as usize {
+        last = first;
+    }
+    let origin = matrix * n * k;
+
+    let mut shared = SharedMemory::<f32>::new(comptime!(UNITS as usize));
+    let mut largest = 0.0f32;
+    for step in 0..(rows * k).div_ceil(units) {
+        let i = first * k + step * units + me;
+        if i < last * k {
+            let size = x.at(origin + i).abs();
+            if size > largest {
+                largest = size;
+            }
+        }
+    }
+    shared[me] = largest;
+    sync_cube();
+    #[unroll]
+    for level in 0..8u32 {
+        let half = comptime!(128usize >> level as usize);
+        if me < half {
+            shared[me] = larger(shared[me], shared[me + half]);
+        }
+        sync_cube();
+    }
+    let scale = polar::power_of_two(shared[0]);
+    let inverse = polar::inverse_of(scale);
+
+    let mut of_left = SharedMemory::<f32>::new(comptime!(TILE * TILE));
+    let mut of_right = SharedMemory::<f32>::new(comptime!(TILE * TILE));
+    let (row, column) = (me / 16, me % 16);
+    let mut sums = Array::<f32>::new(4usize);
+    #[unroll]
+    for s in 0..4usize {
+        sums[s] = 0.0f32;
+    }
+    for step in 0..rows.div_ceil(side) {
+        #[unroll]
+        for part in 0..4usize {
+            let at = part * units + me;
+            let (r, c) = (first + step * side + at / side, at % side);
+            let mut of_l = 0.0f32;
+            let mut of_r = 0.0f32;
+            if r < last {
+                if left + c < k {
+                    of_l = x.at(origin + r * k + left + c) * inverse;
+                }
+                if right + c < k {
+                    of_r = x.at(origin + r * k + right + c) * inverse;
+                }
+            }
+            of_left[at] = of_l;
+            of_right[at] = of_r;
+        }
+        sync_cube();
+        let depth = side;
+        for d in 0..depth {
+            let l0 = of_left[d * side + row];
+            let l1 = of_left[d * side + row + 16];
+            let r0 = of_right[d * side + column];
+            let r1 = of_right[d * side + column + 16];
+            sums[0] += l0 * r0;
+            sums[1] += l0 * r1;
+            sums[2] += l1 * r0;
+            sums[3] += l1 * r1;
+        }
+        sync_cube();
+    }
+    if matrix < e as usize {
+        #[unroll]
+        for s in 0..4usize {
+            let r = left + row + comptime!(s / 2 * 16);
+            let c = right + column + comptime!(s % 2 * 16);
+            if r < k && c < k {
+                grams.set((place * k + r) * k + c, sums[s]);
+            }
+        }
+        if me == 0 && left == 0 && right == 0 {
+            scales.set(place, scale);
+        }
+    }
+}
+
+/// X <- coefficient X M for a block of rows, in place: the cube holds them. The first cube also writes the largest
+/// spread, where it is asked for.
+///
+/// Mutants: 5 takes the first matrix's spread, 7 ignores the flag.
+#[cube(launch_unchecked)]
+fn multiply_kernel(
+    work: &Floats,
+    coefficients: &Floats,
+    spreads: &Floats,
+    apply: &Floats,
+    x: &mut Floats,
+    spread: &mut Floats,
+    e: u32,
+    n: u32,
+    k: u32,
+    rows: u32,
+    stride: u32,
+    slot: u32,
+    with_spread: u32,
+    #[comptime] mutant: u32,
+) {
+    let (e, n, k, rows) = (e as usize, n as usize, k as usize, rows as usize);
+    let me = UNIT_POS as usize;
+    let units = comptime!(UNITS as usize);
+    let blocks = n.div_ceil(rows);
+    let matrix = CUBE_POS / blocks;
+    let first = CUBE_POS % blocks * rows;
+    let mut last = first + rows;
+    if last > n {
+        last = n;
+    }
+    if matrix >= e {
+        last = first;
+    }
+    let origin = (matrix * n + first) * k;
+    let held = (last - first) * k;
+    let mut flag = apply.at(0);
+    if comptime!(mutant == 7) {
+        flag = 1.0f32;
+    }
+    let mut coefficient = 0.0f32;
+    if matrix < e {
+        coefficient = coefficients.at(matrix);
+    }
+    let mut rows_of_x = SharedMemory::<f32>::new(comptime!(HELD));
+    for step in 0..(rows * k).div_ceil(units) {
+        let i = step * units + me;
+        if i < held {
+            rows_of_x[i] = x.at(origin + i) * coefficient;
+        }
+    }
+    sync_cube();
+    // A coefficient of zero stands for a zero matrix.
+    if flag == 1.0f32 && coefficient > 0.0f32 {
+        let m = matrix * stride as usize + slot as usize;
+        for step in 0..held.div_ceil(units) {
+            let i = step * units + me;
+            if i < held {
+                let (r, c) = (i / k * k, i % k);
+                let mut sum = 0.0f32;
+                for d in 0..k {
+                    sum += rows_of_x[r + d] * work.at(m + d * k + c);
+                }
+                x.set(origin + i, sum);
+            }
+        }
+    }
+    if with_spread == 1u32 && CUBE_POS == 0 && me == 0 {
+        let mut widest = 0.0f32;
+        if flag == 1.0f32 {
+            let mut count = e;
+            if comptime!(mutant == 5) {
+                count = 1usize;
+            }
+            for i in 0..count {
+                if spreads.at(i) > widest {
+                    widest = spreads.at(i);
+                }
+            }
+        }
+        spread.set(0, widest);
+    }
+}
+
+/// Retracts every matrix; returns the largest spread.
+pub(super) fn update<R: Engine>(b: &Device<R>, call: &Call<'_>) -> Result<Tensor> {
+    let &Call { factor, apply, e, n, k, iterations, .. } = call;
+    if k > polar::LARGEST_K {
+        return Err(Error::Shape {
+            op: OP,
+            arg: "factor",
+            expected: format!("k <= {} in the fused kernels; arm plain takes more", polar::LARGEST_K),
+            got: factor.shape().to_vec(),
+        });
+    }
+    let spread = b.float_scratch(&[1])?;
+    if e == 0 {
+        b.fill(&spread, 0.0)?;
+        return Ok(spread);
+    }
+    let mutant = b.mutant(STEM);
+    let rows = ROWS.max(n.div_ceil(BLOCKS));
+    let blocks = n.div_ceil(rows);
+    let grams = b.float_scratch(&[e, blocks, k, k])?;
+    let scales = b.float_scratch(&[e, blocks])?;
+    let work = b.float_scratch(&[polar::slots(e), k, k])?;
+    let (coefficients, spreads) = (b.float_scratch(&[e])?, b.float_scratch(&[e])?);
+    let held_rows = (HELD / 4 / k).clamp(1, 16);
+    let size = [e as u32, n as u32, k as u32];
+    for round in 0..iterations.div_ceil(ROUND) {
+        let iterations = ROUND.min(iterations - round * ROUND);
+        let with_spread = round == 0;
+
+        let tiles = k.div_ceil(TILE);
+        let uses = [factor, &grams, &scales];
+        let grid = Grid::cubes(e * blocks * tiles * tiles, UNITS);
+        let bytes = uses.iter().map(|t| t.bytes()).sum();
+        b.launch("retract::gram", grid, bytes, &uses, |client, count, dim| {
+            let ([x, grams, scales], [e, n, k]) = (uses.map(|t| b.floats(t)), size);
+            let (blocks, rows) = (blocks as u32, rows as u32);
+            // SAFETY: a cube stays in its matrix, rows and columns; cubes behind the last matrix write nothing.
+            unsafe {
+                gram_kernel::launch_unchecked::<R>(client, count, dim, x, grams, scales, e, n, k, blocks, rows, mutant)
+            }
+        })?;
+
+        let part = polar::Part { blocks, iterations, with_spread, mutant };
+        polar::launch(b, call, &part, [&grams, &scales, &work, &coefficients, &spreads])?;
+
+        let uses = [&work, &coefficients, &spreads, apply, factor, &spread];
+        let grid = Grid::cubes(e * n.div_ceil(held_rows), UNITS);
+        let bytes = 2 * factor.bytes() + 4 * (e * k * k) as u64;
+        b.launch("retract::multiply", grid, bytes, &uses, |client, count, dim| {
+            let ([work, coefficients, spreads, apply, x, spread], [e, n, k]) = (uses.map(|t| b.floats(t)), size);
+            let stride = (polar::roles(with_spread) * polar::SLOTS) as u32 * k * k;
+            let slot = polar::product_slot(iterations) as u32 * k * k;
+            let rows = held_rows as u32;
+            // SAFETY: a cube reads and writes its own rows; rows times k fit its memory.
+            unsafe {
+                multiply_kernel::launch_unchecked::<R>(
+                    client,
+                    count,
+                    dim,
+                    work,
+                    coefficients,
+                    spreads,
+                    apply,
+                    x,
+                    spread,
+                    e,
+                    n,
+                    k,
+                    rows,
+                    stride,
+                    slot,
+                    u32::from(with_spread),
+                    mutant,
+                )
+            }
+        })?;
+    }
+    Ok(spread)
+}

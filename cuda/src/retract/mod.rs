@@ -1,0 +1,120 @@
+//! `retract`: the equations are in `dormouse_reference::retract`.
+//!
+//! Arm `plain` follows them product by product, one unit an element. Arm `fused` works on Gram matrices, see [`fused`].
+
+mod fused;
+mod plain;
+mod polar;
+
+use cubecl::prelude::*;
+use dormouse_reference::retract::{Config, Outputs, Retract};
+use dormouse_reference::{Dims, Error, Result};
+
+use crate::arm::{Arm, Mutant};
+use crate::device::Device;
+use crate::runtime::Engine;
+use crate::tensor::Tensor;
+
+const STEM: &str = "retract";
+
+const OP: &str = "retract::update";
+
+/// Numbered from 1 in the kernels.
+pub(crate) const MUTANTS: &[Mutant] = &[
+    Mutant::fused("no-margin"),
+    Mutant::fused("power-mean-dropped"),
+    Mutant::fused("square-term-dropped"),
+    Mutant::fused("null-renamed-local"),
+    Mutant::fused("spread-of-first-matrix"),
+    Mutant::fused("power-method-dropped"),
+    Mutant::fused("apply-ignored"),
+    Mutant::fused("last-row-not-in-gram"),
+];
+
+/// How far above the estimate of sigma the matrix is scaled down.
+const MARGIN: f32 = 1.05;
+
+/// Pivots below this share of sigma_max^2 are rounding.
+const PIVOT_FLOOR: f32 = 1e-6;
+
+/// The polynomial's coefficients: X <- X (CONSTANT I + LINEAR A + SQUARE A^2).
+const CONSTANT: f32 = 15.0 / 8.0;
+const LINEAR: f32 = -5.0 / 4.0;
+const SQUARE: f32 = 3.0 / 8.0;
+
+/// One call, checked: `e` matrices of `n` by `k`.
+struct Call<'a> {
+    factor: &'a Tensor,
+    apply: &'a Tensor,
+    e: usize,
+    n: usize,
+    k: usize,
+    iterations: usize,
+    power_iterations: usize,
+}
+
+impl<R: Engine> Retract for Device<R> {
+    fn update(&self, config: &Config, factor: &Tensor, apply: &Tensor) -> Result<Outputs<Tensor>> {
+        for (field, count) in [("iterations", config.iterations), ("power_iterations", config.power_iterations)] {
+            if count == 0 {
+                return Err(Error::Config { op: OP, field, expected: "at least 1".to_owned(), got: "0".to_owned() });
+            }
+        }
+        let [e, n, k] = check_shape(factor.shape())?;
+        self.check_floats(OP, &[("apply", apply)])?;
+        if apply.shape() != [1] {
+            return Err(Error::Shape { op: OP, arg: "apply", expected: "[1]".to_owned(), got: apply.shape().to_vec() });
+        }
+        self.check_into(OP, "factor", factor, &[("apply", apply)])?;
+        let Config { iterations, power_iterations } = *config;
+        let call = Call { factor, apply, e, n, k, iterations, power_iterations };
+        let spread = match self.forward_arm(STEM) {
+            Arm::Plain => plain::update(self, &call)?,
+            Arm::Fused => fused::update(self, &call)?,
+        };
+        Ok(Outputs { spread })
+    }
+}
+
+/// The shape as `[E, n, k]`.
+fn check_shape(shape: &[usize]) -> Result<[usize; 3]> {
+    let mut dims = Dims::new(OP);
+    match shape.len() {
+        3 => dims.bind("factor", shape, &["E", "n", "k"])?,
+        _ => dims.bind("factor", shape, &["n", "k"])?,
+    }
+    dims.positive(&["n", "k"])?;
+    let (n, k) = (dims.get("n"), dims.get("k"));
+    if k > n {
+        return Err(Error::Shape {
+            op: OP,
+            arg: "factor",
+            expected: "k <= n, since k columns of length n < k cannot be orthonormal".to_owned(),
+            got: shape.to_vec(),
+        });
+    }
+    Ok([if shape.len() == 3 { shape[0] } else { 1 }, n, k])
+}
+
+/// The golden ratio less 1 as a binary fraction: its first 32 digits and the next 16.
+const GOLDEN_HIGH: u32 = 0x9e37_79b9;
+const GOLDEN_LOW: u32 = 0x7f4a;
+
+/// Element `i` of the fixed start of the power method: the fractional part of the golden ratio times (i + 1)^2, less a
+/// half. In f32 that product has no fraction left for large i, so it is formed in integers, whose overflow drops the
+/// whole part.
+#[cube]
+fn start(i: usize) -> f32 {
+    let square = ((i + 1) * (i + 1)) as u32;
+    let low = comptime!(GOLDEN_LOW) * (square >> 16u32) + ((comptime!(GOLDEN_LOW) * (square & 0xffffu32)) >> 16u32);
+    let fraction = square * comptime!(GOLDEN_HIGH) + low;
+    // Less a half, as a two's complement.
+    let centred = i32::reinterpret(fraction ^ 0x8000_0000u32);
+    f32::cast_from(centred) * comptime!(1.0f32 / 4_294_967_296.0f32)
+}
+
+/// (tr A^8 / k)^(1/8) from |A|_F and |(A / |A|_F)^4|_F.
+#[cube]
+fn eighth_power_mean(size: f32, fourth: f32, k: u32) -> f32 {
+    size * (fourth * fourth / f32::cast_from(k)).sqrt().sqrt().sqrt()
+}
