@@ -207,7 +207,8 @@ fn on_device<R: Engine>(arguments: &CheckArgs, run: &RunConfig, only: &str) -> R
     for word in &arguments.arms {
         let forced = Arm::ALL.into_iter().find(|arm| arm.word() == word);
         if forced.is_none() && word != "default" {
-            let problem = format!("check: --arms has `{word}`; give plain, fused, or default for what a run would take");
+            let problem =
+                format!("check: --arms has `{word}`; give plain, fused, or default for what a run would take");
             bail!(ConfigError::Usage(problem));
         }
         for &math in &arguments.precision {
