@@ -1,10 +1,16 @@
 //! The gates of the GPU kernels: on CUDA, and on Mesa's software Vulkan driver, where they run without a GPU.
 
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::sync::Mutex;
 use std::time::Instant;
 
-use dormouse_cuda::{Arm, Client, Cuda, Device, Engine, Lavapipe, catalogue};
+use dormouse_cuda::receipts::word;
+use dormouse_cuda::runtime::Variant;
+use dormouse_cuda::{Arm, Client, Cuda, Device, Engine, Lavapipe, Offline, Pass, catalogue};
 use dormouse_harness::description::{Gate, Operation, OperationOn, Run};
-use dormouse_harness::gates::{Context, Outcome, Report, Status, det, diff, poison};
+use dormouse_harness::gates::diff::Figures;
+use dormouse_harness::gates::{Context, Outcome, Report, Status, det, diff, exercise, meta, poison};
 use dormouse_harness::named::{Named, Values};
 use dormouse_harness::ops::adamw::AdamwOp;
 use dormouse_harness::ops::blend::BlendOp;
@@ -25,30 +31,53 @@ use dormouse_harness::ops::sanitise::SanitiseOp;
 use dormouse_harness::ops::short_conv::ShortConvOp;
 use dormouse_harness::ops::spectral::SpectralOp;
 use dormouse_harness::runner::{OnBackend, Runner, upload};
-use dormouse_reference::{DType, Error, Reference, Tensors};
+use dormouse_reference::{DType, Error, Precision, Reference, Tensors};
 use ndarray::ArrayD;
+
+use crate::receipts::{self, Evidence};
 
 /// The words of the backends, in the order they run.
 pub const WORDS: [&str; 2] = [Lavapipe::WORD, Cuda::WORD];
+
+/// Every precision, as `--precision` orders them.
+pub const PRECISIONS: [Precision; 3] = [Precision::Full, Precision::Tf32, Precision::Bf16];
 
 /// Words of NaN before and after an input. Odd, so that the input starts where no alignment helps it.
 const MARGIN: usize = 3;
 
 /// Runs an operation on a device: every run on a fresh [`Device`], so that nothing is left of the run before.
-struct OnDevice<R: Engine> {
-    client: Client<R>,
-    arm: Arm,
+struct OnDevice<'a, R: Engine> {
+    client: &'a Client<R>,
+    setting: &'a Setting,
     poisoned: bool,
-    /// A fault to compile the kernels with.
-    mutant: Option<&'static str>,
 }
 
-impl<R: Engine, O: OperationOn<Device<R>>> Runner<O> for OnDevice<R> {
+/// Which kernels run.
+struct Setting {
+    arm: Arm,
+    precision: Precision,
+    /// A fault to compile the kernels with.
+    mutant: Option<&'static str>,
+    /// What the devices' ledgers say of the operation's calls.
+    calls: Mutex<BTreeSet<(Pass, Arm)>>,
+}
+
+impl Setting {
+    fn new(arm: Arm, precision: Precision, mutant: Option<&'static str>) -> Self {
+        Self { arm, precision, mutant, calls: Mutex::default() }
+    }
+
+    fn calls(&self) -> BTreeSet<(Pass, Arm)> {
+        self.calls.lock().unwrap_or_else(|poison| poison.into_inner()).clone()
+    }
+}
+
+impl<R: Engine, O: OperationOn<Device<R>>> Runner<O> for OnDevice<'_, R> {
     fn run(&self, config: &O::Config, inputs: &Values, upstream: Option<&Values>) -> Result<Run<ArrayD<f64>>, Error> {
         let b = Device::<R>::on(self.client.clone());
-        b.set_arms(self.arm);
+        b.set_arms(self.setting.arm);
         b.set_poison(self.poisoned);
-        if let Some(mutant) = self.mutant {
+        if let Some(mutant) = self.setting.mutant {
             b.plant(O::STEM, mutant)?;
         }
         let send = |values: &Values, integers: &[&str]| {
@@ -56,7 +85,12 @@ impl<R: Engine, O: OperationOn<Device<R>>> Runner<O> for OnDevice<R> {
         };
         let inputs = send(inputs, O::integers())?;
         let upstream = upstream.map(|u| send(u, &[])).transpose()?;
-        let run = O::run(&b, config, &inputs, upstream.as_ref())?;
+        let mut config = config.clone();
+        O::set_precision(&mut config, self.setting.precision);
+        let run = O::run(&b, &config, &inputs, upstream.as_ref())?;
+        let ledger = b.ledger();
+        let own = ledger.calls.keys().filter(|(stem, ..)| *stem == O::STEM).map(|&(_, pass, arm)| (pass, arm));
+        self.setting.calls.lock().unwrap_or_else(|poison| poison.into_inner()).extend(own);
         Ok(Run { outputs: run.outputs.try_map(|_, t| b.download(t))?, grads: run.grads.try_map(|_, t| b.download(t))? })
     }
 }
@@ -74,18 +108,25 @@ fn upload_in_nan<B: Tensors>(b: &B, values: &Values, integers: &[&str]) -> Resul
     })
 }
 
-/// Runs the chosen gates on one backend: the reports of each operation that has kernels, as they come.
-pub fn run<'a>(
-    word: &str,
-    stems: &'a [String],
-    gates: &'a [Gate],
-    context: &'a Context,
-) -> Box<dyn Iterator<Item = Vec<Report>> + 'a> {
-    if word == Cuda::WORD { on::<Cuda>(stems, gates, context) } else { on::<Lavapipe>(stems, gates, context) }
+/// What to run on a backend.
+pub struct Plan<'a> {
+    /// Operations; none means all.
+    pub stems: &'a [String],
+    pub gates: &'a [Gate],
+    pub arms: &'a [Arm],
+    pub precisions: &'a [Precision],
+    /// Plant this fault instead of running the ladder.
+    pub mutant: Option<&'a str>,
+    /// Where receipts go.
+    pub receipts: Option<&'a Path>,
+    pub context: &'a Context,
 }
 
-/// The gates of one operation on an opened runtime, or on one that could not be opened.
-type Ladder<R> = fn(&[Gate], &Result<Client<R>, String>, &Context) -> Vec<Report>;
+impl Plan<'_> {
+    fn wants(&self, stem: &str) -> bool {
+        self.stems.is_empty() || self.stems.iter().any(|s| s == stem)
+    }
+}
 
 fn on<'a, R: Engine>(
     stems: &'a [String],
@@ -112,51 +153,189 @@ fn on<'a, R: Engine>(
         (ShortConvOp::STEM, ladder::<R, ShortConvOp>),
         (SpectralOp::STEM, ladder::<R, SpectralOp>),
     ];
+/// What comes of a plan, as it comes.
+pub enum Event {
+    /// A gate has run.
+    Report(Report),
+    /// The reports since the last row belong together: one operation, one arm, one precision.
+    Row,
+    /// A line for people.
+    Note(String),
+}
+
+/// Who is told.
+type Sink<'a> = &'a mut dyn FnMut(Event);
+
+/// The mutants of an operation's kernels: name, gate that must turn red, arm.
+pub fn mutants(stem: &str) -> Vec<(&'static str, &'static str, Arm)> {
+    let kernels = catalogue().iter().filter(|kernels| kernels.stem == stem);
+    kernels.flat_map(|kernels| kernels.mutants).map(|mutant| (mutant.name, mutant.gate, mutant.arm)).collect()
+}
+
+/// Runs a plan on one backend.
+pub fn run(backend: &str, plan: &Plan<'_>, sink: Sink<'_>) {
+    if backend == Cuda::WORD { on::<Cuda>(plan, sink) } else { on::<Lavapipe>(plan, sink) }
+}
+
+/// What to do with one operation on an opened runtime, or on one that could not be opened.
+type Ladder<R> = fn(&Result<Client<R>, String>, &Plan<'_>, Sink<'_>);
+
+/// Stems with a function for each of them; the last line lists the operations that have kernels.
+macro_rules! operations {
+    ($task:ident, $runtime:ty, $signature:ty; $($operation:ident)*) => {
+        [$(($operation::STEM, $task::<$runtime, $operation> as $signature)),*]
+    };
+    ($task:ident, $runtime:ty, $signature:ty) => {
+        operations!($task, $runtime, $signature; LinearOp ResidualOp RmsNormOp)
+    };
+}
+
+fn on<R: Engine>(plan: &Plan<'_>, sink: Sink<'_>) {
     let client = R::open().map_err(|why| why.to_string());
-    let chosen = operations.into_iter().filter(|(stem, _)| stems.is_empty() || stems.iter().any(|s| s == stem));
-    Box::new(chosen.map(move |(_, ladder)| ladder(gates, &client, context)))
+    for (_, task) in operations!(ladder, R, Ladder<R>).into_iter().filter(|(stem, _)| plan.wants(stem)) {
+        task(&client, plan, sink);
+    }
 }
 
-fn ladder<R, O>(gates: &[Gate], client: &Result<Client<R>, String>, context: &Context) -> Vec<Report>
+/// The precisions that differ for an operation: without products they are all one arithmetic.
+fn precisions<'a, O: Operation>(plan: &Plan<'a>) -> &'a [Precision] {
+    if O::PRODUCTS == 0 { &[Precision::Full] } else { plan.precisions }
+}
+
+/// What the arithmetic is called behind the arm.
+fn label<O: Operation>(backend: &str, setting: &Setting) -> String {
+    let precision = match setting.precision {
+        Precision::Full => String::new(),
+        other => format!(" {}", word(other)),
+    };
+    let mutant = setting.mutant.map(|name| format!(" mutant {name}")).unwrap_or_default();
+    format!("{backend} {}{precision}{mutant}", setting.arm)
+}
+
+/// The gates of one operation in every setting of the plan, and its receipts.
+fn ladder<R, O>(client: &Result<Client<R>, String>, plan: &Plan<'_>, sink: Sink<'_>)
 where
     R: Engine,
     O: OperationOn<Device<R>> + OperationOn<Reference<f64>>,
 {
-    let arms = Arm::ALL.into_iter().flat_map(|arm| gates.iter().map(move |&gate| (arm, gate)));
-    // Mutants name their own arm, so all of them bite in one line.
-    arms.filter(|&(arm, gate)| gate != Gate::Bite || arm == Arm::Fused)
-        .map(|(arm, gate)| {
-            let start = Instant::now();
-            let outcome = match client {
-                Err(why) => Outcome::not_run(why),
-                Ok(client) if gate == Gate::Bite => bite::<R, O>(client, context),
-                Ok(client) => one::<R, O>(gate, client, arm, None, context),
-            };
-            Report { stem: O::STEM, gate, backend: format!("{} {arm}", R::WORD), outcome, time: start.elapsed() }
-        })
-        .collect()
+    let planted = plan.mutant.map(|name| mutants(O::STEM).into_iter().find(|(known, ..)| *known == name));
+    if planted == Some(None) {
+        return;
+    }
+    let planted = planted.flatten();
+    for &precision in precisions::<O>(plan) {
+        for &arm in plan.arms {
+            if planted.is_some_and(|(_, _, of)| of != arm) {
+                continue;
+            }
+            let setting = Setting::new(arm, precision, planted.map(|(name, ..)| name));
+            let mut evidence = Evidence::default();
+            for &gate in plan.gates {
+                // Mutants name their own arm, so all of them bite in one line; a planted one has nothing to bite.
+                if gate == Gate::Bite && (arm != Arm::Fused || planted.is_some()) {
+                    continue;
+                }
+                let start = Instant::now();
+                let outcome = match client {
+                    Err(why) => Outcome::not_run(why),
+                    Ok(client) => gate_in::<R, O>(gate, client, &setting, plan.context, &mut evidence.figures),
+                };
+                evidence.note(gate, &outcome);
+                let backend = label::<O>(R::WORD, &setting);
+                sink(Event::Report(Report { stem: O::STEM, gate, backend, outcome, time: start.elapsed() }));
+            }
+            sink(Event::Row);
+            if let (Some(folder), Ok(client), Arm::Fused, None) = (plan.receipts, client, arm, planted) {
+                evidence.calls = setting.calls();
+                let chosen = if O::PRODUCTS == 0 { plan.precisions } else { &[precision][..] };
+                receipts::write::<R, O>(client, folder, chosen, &evidence, plan.context)
+                    .into_iter()
+                    .for_each(|line| sink(Event::Note(line)));
+            }
+        }
+    }
 }
 
-fn one<R, O>(gate: Gate, client: &Client<R>, arm: Arm, mutant: Option<&'static str>, context: &Context) -> Outcome
+/// One gate in one setting; a device that refuses the precision is no failure, and nothing is then shown about it.
+fn gate_in<R, O>(
+    gate: Gate,
+    client: &Client<R>,
+    setting: &Setting,
+    context: &Context,
+    figures: &mut Vec<Figures>,
+) -> Outcome
 where
     R: Engine,
     O: OperationOn<Device<R>> + OperationOn<Reference<f64>>,
 {
-    let [plain, poisoned] = [false, true].map(|poisoned| OnDevice { client: client.clone(), arm, poisoned, mutant });
-    let (plain, poisoned): (&dyn Runner<O>, &dyn Runner<O>) = (&plain, &poisoned);
+    if let Some(refusal) = refuses::<R, O>(client, setting) {
+        return Outcome::not_applicable(refusal);
+    }
+    let context = Context { again: again(R::WORD, setting), ..context.clone() };
+    if gate == Gate::Bite {
+        return bite::<R, O>(client, setting.precision, &context);
+    }
+    one::<R, O>(gate, client, setting, &context, figures)
+}
+
+/// What the command line needs to run a case again.
+fn again(backend: &str, setting: &Setting) -> String {
+    let mutant = setting.mutant.map(|name| format!(" --mutant {name}")).unwrap_or_default();
+    format!(" --backend {backend} --arm {} --precision {}{mutant}", setting.arm, word(setting.precision))
+}
+
+/// Why an arm does not compute at a precision, in its own words.
+fn refuses<R, O>(client: &Client<R>, setting: &Setting) -> Option<String>
+where
+    R: Engine,
+    O: OperationOn<Device<R>> + OperationOn<Reference<f64>>,
+{
+    if setting.precision == Precision::Full {
+        return None;
+    }
+    let case = O::cases().into_iter().next()?;
+    let mut rng = dormouse_harness::draw::stream(0, &[O::STEM, "precision"]);
+    let runner: &dyn Runner<O> = &OnDevice { client, setting, poisoned: false };
+    match runner.run(&case.config, &O::draw(&case, &mut rng), None) {
+        Err(error @ Error::Config { field: "precision", .. }) => Some(error.to_string()),
+        _ => None,
+    }
+}
+
+fn one<R, O>(
+    gate: Gate,
+    client: &Client<R>,
+    setting: &Setting,
+    context: &Context,
+    figures: &mut Vec<Figures>,
+) -> Outcome
+where
+    R: Engine,
+    O: OperationOn<Device<R>> + OperationOn<Reference<f64>>,
+{
+    let [clean, poisoned] = [false, true].map(|poisoned| OnDevice { client, setting, poisoned });
+    let (clean, poisoned): (&dyn Runner<O>, &dyn Runner<O>) = (&clean, &poisoned);
     match gate {
         Gate::Diff => {
             let reference = OnBackend::new(Reference::<f64>::new);
-            diff::gate::<O>(plain, &reference, context, |x| f64::from(x as f32), |t| t.diff_f32)
+            let (outcome, found) = diff::gate::<O>(clean, &reference, setting.precision, context);
+            *figures = found;
+            outcome
         }
-        Gate::Poison => poison::gate::<O>(plain, poisoned, context),
-        Gate::Det => det::gate_device::<O>(plain, context),
+        Gate::Meta => {
+            // The plain kernels sum every element in one order; a library's products choose one by their shape.
+            let other_shapes_same_bits = setting.arm == Arm::Plain;
+            let device = meta::Device { precision: setting.precision, other_shapes_same_bits };
+            meta::gate_device::<O>(clean, device, context)
+        }
+        Gate::Poison => poison::gate::<O>(clean, poisoned, context),
+        Gate::Det => det::gate_device::<O>(clean, context),
         other => Outcome::not_applicable(format!("{} is a gate of the reference", other.word())),
     }
 }
 
 /// Every fault that can be planted in the operation's kernels turns the gate red that it names; null ones keep it green.
-fn bite<R, O>(client: &Client<R>, context: &Context) -> Outcome
+fn bite<R, O>(client: &Client<R>, precision: Precision, context: &Context) -> Outcome
 where
     R: Engine,
     O: OperationOn<Device<R>> + OperationOn<Reference<f64>>,
@@ -169,7 +348,8 @@ where
     let mut wrong = Vec::new();
     for mutant in mutants {
         let gate = Gate::DEVICE.into_iter().find(|gate| gate.word() == mutant.gate).expect("a gate of devices");
-        let outcome = one::<R, O>(gate, client, mutant.arm, Some(mutant.name), &context);
+        let setting = Setting::new(mutant.arm, precision, Some(mutant.name));
+        let outcome = one::<R, O>(gate, client, &setting, &context, &mut Vec::new());
         let expected = if mutant.is_null() { Status::Pass } else { Status::Fail };
         if outcome.status != expected {
             let (found, reason) = (outcome.status.word(), outcome.reason);
@@ -181,4 +361,69 @@ where
     }
     let reason = format!("{} of {}: {}", wrong.len(), mutants.len(), wrong.join("; "));
     Outcome { status: Status::Fail, cases: mutants.len(), worst: f64::INFINITY, reason }
+}
+
+/// Compiles every kernel that the case tables launch, in both arms and at every precision, and runs none: gives the
+/// number of variants, or what does not compile. The error says what is missing on this machine.
+pub fn compile(stems: &[String], sink: &mut dyn FnMut(String)) -> Result<Result<usize, usize>, String> {
+    let client = Offline::open().map_err(|why| why.to_string())?;
+    sink(format!("compiling for {}", Offline::describe(&client)));
+    let (mut good, mut bad) = (0, 0);
+    let steps = operations!(exercise_all, Offline, fn(&Client<Offline>) -> Result<usize, String>);
+    for (stem, step) in steps.into_iter().filter(|(stem, _)| stems.is_empty() || stems.iter().any(|s| s == stem)) {
+        let start = Instant::now();
+        let ran = step(&client);
+        let variants = Offline::take(&client).map_err(|why| why.to_string())?;
+        let failures: Vec<&Variant> = variants.iter().filter(|variant| variant.ptx.is_err()).collect();
+        let bytes: usize = variants.iter().filter_map(|variant| variant.ptx.as_ref().ok()).sum();
+        let status = if failures.is_empty() && ran.is_ok() { "PASS" } else { "FAIL" };
+        let (count, seconds) = (variants.len(), start.elapsed().as_secs_f64());
+        sink(format!("{stem:<16} {count:>5} variants {bytes:>9} B of PTX {seconds:>7.2} s  {status}"));
+        for variant in &failures {
+            sink(format!("  {}", variant.ptx.as_ref().expect_err("it was chosen for that")));
+        }
+        if let Err(error) = &ran {
+            sink(format!("  {error}"));
+        }
+        good += variants.len() - failures.len();
+        bad += failures.len() + usize::from(ran.is_err());
+    }
+    Ok(if bad == 0 { Ok(good) } else { Err(bad) })
+}
+
+/// Runs the case table of an operation in every arm and precision that it has.
+fn exercise_all<R, O>(client: &Client<R>) -> Result<usize, String>
+where
+    R: Engine,
+    O: OperationOn<Device<R>> + OperationOn<Reference<f64>>,
+{
+    let all: &[Precision] = if O::PRODUCTS == 0 { &PRECISIONS[..1] } else { &PRECISIONS };
+    let mut cases = 0;
+    for (&precision, arm) in all.iter().flat_map(|p| Arm::ALL.map(|arm| (p, arm))) {
+        let setting = Setting::new(arm, precision, None);
+        if refuses::<R, O>(client, &setting).is_none() {
+            cases += exercise::<O>(&OnDevice { client, setting: &setting, poisoned: true })?;
+        }
+    }
+    Ok(cases)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernels_compile_without_a_gpu_or_the_error_says_what_is_missing() {
+        match compile(&["rms_norm".to_owned()], &mut |line| println!("{line}")) {
+            // Forward with and without shift, backward with and without dc, their sums, in two arms.
+            Ok(variants) => assert!(variants.is_ok_and(|n| n > 8), "{variants:?}"),
+            Err(why) => assert!(why.contains("NVRTC") || why.contains("CUDA headers"), "{why}"),
+        }
+    }
+
+    #[test]
+    fn mutants_of_kernels_are_known_by_name() {
+        assert!(mutants("rms_norm").contains(&("mean-dropped", "diff", Arm::Fused)));
+        assert_eq!(mutants("no such"), []);
+    }
 }

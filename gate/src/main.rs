@@ -3,6 +3,7 @@
 //! `cargo xtask gate` calls it. Exit codes: 0 every gate that ran is green, 1 a gate is red, 2 the command line is
 //! wrong.
 
+use std::collections::BTreeSet;
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -19,6 +20,8 @@ use dormouse_reference::{Dual, Reference};
 
 #[cfg(feature = "devices")]
 mod devices;
+#[cfg(feature = "devices")]
+mod receipts;
 
 /// Backends that `--require` knows.
 #[cfg(feature = "devices")]
@@ -34,12 +37,13 @@ const BACKENDS: [&str; 1] = ["cpu"];
                   cargo xtask gate kda                      the ladder of one operation\n  \
                   cargo xtask gate kda --only fd --seed 7   one gate, rerun with a printed seed\n  \
                   cargo xtask gate kda --mutants            list the faults that can be planted\n  \
-                  cargo xtask gate kda --mutant dq-zero     plant one and see a gate bite (exits 1)"
+                  cargo xtask gate kda --mutant dq-zero     plant one and see a gate bite (exits 1)\n  \
+                  cargo xtask gate rms_norm --backend cuda --precision f32,tf32,bf16 --receipts golden/receipts"
 )]
 struct Args {
     /// Stems of operations; none means all of them.
     stems: Vec<String>,
-    /// Run only this gate (fd, adj, form, diff, meta, det, golden, bite; poison on devices); repeatable.
+    /// Run only this gate (fd, adj, form, diff, meta, det, golden, bite; devices: diff, meta, poison, det, bite); repeatable.
     #[arg(long)]
     only: Vec<String>,
     /// Run only table cases whose name contains this.
@@ -51,10 +55,10 @@ struct Args {
     /// Random cases per gate besides the table.
     #[arg(long, default_value_t = 16)]
     random: u32,
-    /// Plant this mutant; the run must then exit 1.
+    /// Plant this mutant, in the reference or in kernels; exits 1 if a gate turns red wherever it was planted.
     #[arg(long)]
     mutant: Option<String>,
-    /// List the mutants of the chosen operations.
+    /// List the mutants of the chosen operations: stem, name, the gate that must turn red, backends.
     #[arg(long)]
     mutants: bool,
     /// Print tab-separated lines: stem gate backend cases worst_over_tol status reason.
@@ -66,6 +70,18 @@ struct Args {
     /// Fail if a gate of these backends did not run: cpu, lavapipe, cuda (comma-separated).
     #[arg(long, value_delimiter = ',')]
     require: Vec<String>,
+    /// Run only these kernels of devices: plain, fused (comma-separated; both by default).
+    #[arg(long, value_delimiter = ',')]
+    arm: Vec<String>,
+    /// The arithmetic of matrix products on devices: f32, tf32, bf16 (comma-separated).
+    #[arg(long, value_delimiter = ',', default_value = "f32")]
+    precision: Vec<String>,
+    /// Write receipts into this folder for fused kernels whose gates diff, poison, det and bite are all green.
+    #[arg(long, value_name = "DIR")]
+    receipts: Option<PathBuf>,
+    /// Compile every kernel of the case tables to PTX for sm_90 and run none; needs no GPU, only NVRTC and its headers.
+    #[arg(long)]
+    ptx: bool,
     /// The folder of golden files.
     #[arg(long, default_value = "golden")]
     golden: PathBuf,
@@ -85,7 +101,8 @@ fn main() -> ExitCode {
 fn run(args: &Args) -> Result<ExitCode> {
     let gates = gates(&args.only)?;
     for (option, words) in [("--require", &args.require), ("--backend", &args.backend)] {
-        if let Some(unknown) = words.iter().find(|r| !BACKENDS.contains(&r.as_str())) {
+        let known = |word: &str| BACKENDS.contains(&word) || (args.ptx && word == "ptx");
+        if let Some(unknown) = words.iter().find(|word| !known(word)) {
             bail!("{option} {unknown}: this build knows {}", BACKENDS.join(", "));
         }
     }
@@ -96,6 +113,16 @@ fn run(args: &Args) -> Result<ExitCode> {
     }
     if args.mutant.is_some() && args.stems.len() != 1 {
         bail!("--mutant needs exactly one operation, such as `cargo xtask gate kda --mutant dq-zero`");
+    }
+    #[cfg(feature = "devices")]
+    if args.ptx {
+        return Ok(compile(args));
+    }
+    #[cfg(feature = "devices")]
+    let settings = Settings::of(args)?;
+    #[cfg(not(feature = "devices"))]
+    if args.ptx || args.receipts.is_some() || !args.arm.is_empty() {
+        bail!("--ptx, --receipts and --arm are for kernels, and this build has none");
     }
     let seed = match args.seed {
         Some(seed) => seed,
@@ -108,6 +135,7 @@ fn run(args: &Args) -> Result<ExitCode> {
         random_cases: args.random,
         golden: args.golden.clone(),
         stop_at_first: false,
+        again: String::new(),
     };
     let mut walk = Walk {
         args,
@@ -127,9 +155,7 @@ fn run(args: &Args) -> Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     #[cfg(feature = "devices")]
-    if args.mutant.is_none() {
-        walk.devices();
-    }
+    walk.devices(&settings);
     if !walk.planted {
         bail!("no mutant `{}`; list them with --mutants", args.mutant.as_deref().unwrap_or_default());
     }
@@ -151,6 +177,65 @@ fn gates(words: &[String]) -> Result<Vec<Gate>> {
             gate.with_context(|| format!("no gate `{word}`; there are {}", known.join(", ")))
         })
         .collect()
+}
+
+/// What devices are to run, from the command line.
+#[cfg(feature = "devices")]
+struct Settings {
+    arms: Vec<dormouse_cuda::Arm>,
+    precisions: Vec<dormouse_reference::Precision>,
+}
+
+#[cfg(feature = "devices")]
+impl Settings {
+    fn of(args: &Args) -> Result<Self> {
+        use dormouse_cuda::Arm;
+        use dormouse_cuda::receipts::word;
+
+        let mut arms = Vec::new();
+        for name in &args.arm {
+            let arm = Arm::ALL.into_iter().find(|arm| arm.word() == name);
+            arms.push(arm.with_context(|| format!("--arm {name}: there are plain and fused"))?);
+        }
+        if arms.is_empty() {
+            arms = Arm::ALL.to_vec();
+        }
+        let mut precisions = Vec::new();
+        for name in &args.precision {
+            let precision = devices::PRECISIONS.into_iter().find(|&precision| word(precision) == name);
+            precisions.push(precision.with_context(|| format!("--precision {name}: there are f32, tf32 and bf16"))?);
+        }
+        if let Some(folder) = &args.receipts {
+            let only_cuda = args.backend.iter().all(|word| word == "cuda");
+            if !args.backend.is_empty() && !only_cuda && receipts::is_golden(folder) {
+                bail!(
+                    "--receipts {}: only --backend cuda writes there; give receipts of {} another folder",
+                    folder.display(),
+                    args.backend.join(", ")
+                );
+            }
+        }
+        Ok(Self { arms, precisions })
+    }
+}
+
+/// Compiles every kernel without a device; a machine without NVRTC is NOTRUN, and red only where `--require ptx` says so.
+#[cfg(feature = "devices")]
+fn compile(args: &Args) -> ExitCode {
+    match devices::compile(&args.stems, &mut |line| println!("{line}")) {
+        Ok(Ok(variants)) => {
+            println!("PASS {variants} variants of kernels compile to PTX");
+            ExitCode::SUCCESS
+        }
+        Ok(Err(faults)) => {
+            println!("FAIL {faults} faults");
+            ExitCode::FAILURE
+        }
+        Err(why) => {
+            println!("NOTRUN ptx: {why}");
+            if args.require.iter().any(|word| word == "ptx") { ExitCode::FAILURE } else { ExitCode::SUCCESS }
+        }
+    }
 }
 
 /// Prints the closing lines; 1 if a gate is red or one that is required did not run.
@@ -192,7 +277,24 @@ fn summary(args: &Args, context: &Context, reports: &[Report]) -> ExitCode {
         println!("{line}");
         println!("seed {}", context.seed);
     }
-    if count(Status::Fail) > 0 || required_missing { ExitCode::FAILURE } else { ExitCode::SUCCESS }
+    let survived = args.mutant.is_some().then(|| survivors(reports)).unwrap_or_default();
+    for backend in &survived {
+        println!("the mutant survives on {backend}: every gate that ran is green");
+    }
+    if (count(Status::Fail) > 0 && survived.is_empty()) || required_missing {
+        ExitCode::FAILURE
+    } else {
+        ExitCode::SUCCESS
+    }
+}
+
+/// The backends on which a planted fault turned nothing red.
+fn survivors(reports: &[Report]) -> Vec<&str> {
+    let words = |status: Status| {
+        let of = reports.iter().filter(move |report| report.outcome.status == status);
+        of.map(backend_word).collect::<BTreeSet<&str>>()
+    };
+    words(Status::Pass).difference(&words(Status::Fail)).copied().collect()
 }
 
 /// What `--require` and `--backend` call the backend of a report.
@@ -242,21 +344,33 @@ impl Visitor for Walk<'_> {
         }
         if self.args.mutants {
             for plant in plants::<O>() {
-                println!("{}\t{}\t{}", O::STEM, plant.name(), caught_by(&plant).word());
+                println!("{}\t{}\t{}\tcpu", O::STEM, plant.name(), caught_by(&plant).word());
+            }
+            #[cfg(feature = "devices")]
+            for (name, gate, arm) in devices::mutants(O::STEM) {
+                let gate = if name.starts_with("null") { "none" } else { gate };
+                println!("{}\t{name}\t{gate}\t{} {arm}", O::STEM, devices::WORDS.join(","));
             }
             return;
         }
         let runner = OnBackend::new(Reference::<f64>::new);
         if let Some(name) = &self.args.mutant {
+            #[cfg(feature = "devices")]
+            if devices::mutants(O::STEM).iter().any(|(known, ..)| known == name) {
+                self.planted = true;
+            }
             let Some(plant) = plants::<O>().into_iter().find(|p| p.name() == *name) else { return };
             self.planted = true;
+            if !wants(self.args, "cpu") {
+                return;
+            }
             for &gate in self.gates.iter().filter(|g| !matches!(g, Gate::Bite | Gate::Poison)) {
                 let start = std::time::Instant::now();
                 let outcome = with_mutant::<O>(&plant, gate, &runner, self.context);
                 self.note(Report {
                     stem: O::STEM,
                     gate,
-                    backend: format!("mutant {name}"),
+                    backend: format!("cpu mutant {name}"),
                     outcome,
                     time: start.elapsed(),
                 });
@@ -280,7 +394,7 @@ impl Walk<'_> {
     fn head(&self) {
         if !self.matrix {
             println!(
-                "{:<16} {:<7} {:<14} {:>6} {:>10} {:>8}  status",
+                "{:<16} {:<7} {:<20} {:>6} {:>10} {:>8}  status",
                 "operation", "gate", "backend", "cases", "worst/tol", "seconds"
             );
             return;
@@ -304,12 +418,17 @@ impl Walk<'_> {
             Status::NotRun => "?".to_owned(),
             Status::NotApplicable => "-".to_owned(),
         };
-        let cells: String = reports.iter().map(|report| format!(" {:>8}", cell(report))).collect();
+        let backend = reports.first().map_or("cpu", backend_word);
+        // Every row has a cell for every gate of its table, so that columns stay columns.
+        let gates: &[Gate] = if backend == "cpu" { &Gate::ALL } else { &Gate::DEVICE };
+        let of = |gate: &Gate| reports.iter().find(|report| report.gate == *gate).map_or_else(|| "-".to_owned(), cell);
+        let chosen = gates.iter().filter(|gate| self.gates.contains(gate));
+        let cells: String = chosen.map(|gate| format!(" {:>8}", of(gate))).collect();
         let cases: usize = reports.iter().filter(|r| r.gate != Gate::Bite).map(|r| r.outcome.cases).sum();
         let seconds: f64 = reports.iter().map(|r| r.time.as_secs_f64()).sum();
-        let backend = reports.first().map_or("cpu", backend_word);
-        let name = if backend == "cpu" { stem.to_owned() } else { format!("{stem} {backend}") };
-        println!("{name:<16}{cells} {cases:>8} {seconds:>8.2}");
+        let on = reports.first().map_or("", |report| report.backend.as_str());
+        let (name, width) = if backend == "cpu" { (stem.to_owned(), 16) } else { (format!("{stem} {on}"), 32) };
+        println!("{name:<width$}{cells} {cases:>8} {seconds:>8.2}");
         // One line says why a whole row did not run.
         if backend != "cpu"
             && let Some(report) = reports.iter().find(|r| r.outcome.status == Status::NotRun)
@@ -321,9 +440,9 @@ impl Walk<'_> {
         }
     }
 
-    /// The gates of the kernels: in a matrix, a second table.
+    /// The gates of the kernels: in a matrix, a second table with a line for each arm and precision.
     #[cfg(feature = "devices")]
-    fn devices(&mut self) {
+    fn devices(&mut self, settings: &Settings) {
         let chosen: Vec<&str> = devices::WORDS.into_iter().filter(|word| wants(self.args, word)).collect();
         let gates: Vec<Gate> = Gate::DEVICE.into_iter().filter(|gate| self.gates.contains(gate)).collect();
         if chosen.is_empty() || gates.is_empty() {
@@ -332,17 +451,32 @@ impl Walk<'_> {
         let table = self.matrix && !self.args.tsv;
         if table {
             let words: String = gates.iter().map(|gate| format!(" {:>8}", gate.word())).collect();
-            println!("{:<16}{words} {:>8} {:>8}", "kernels", "cases", "seconds");
+            println!("{:<32}{words} {:>8} {:>8}", "kernels", "cases", "seconds");
         }
         let (args, context) = (self.args, self.context);
+        let plan = devices::Plan {
+            stems: &args.stems,
+            gates: &gates,
+            arms: &settings.arms,
+            precisions: &settings.precisions,
+            mutant: args.mutant.as_deref(),
+            receipts: args.receipts.as_deref(),
+            context,
+        };
+        let mut first = self.reports.len();
         for word in chosen {
-            for stem in devices::run(word, &args.stems, &gates, context) {
-                let first = self.reports.len();
-                stem.into_iter().for_each(|report| self.note(report));
-                if table {
-                    self.row(first);
+            devices::run(word, &plan, &mut |event| match event {
+                devices::Event::Report(report) => self.note(report),
+                devices::Event::Row => {
+                    if table {
+                        self.row(first);
+                    }
+                    first = self.reports.len();
                 }
-            }
+                // Beside tab-separated lines there is no room for sentences.
+                devices::Event::Note(line) if args.tsv => eprintln!("{line}"),
+                devices::Event::Note(line) => println!("{line}"),
+            });
         }
     }
 
@@ -357,7 +491,7 @@ impl Walk<'_> {
             let (backend, seconds) = (&report.backend, report.time.as_secs_f64());
             let reason = if reason.is_empty() { String::new() } else { format!(": {reason}") };
             println!(
-                "{stem:<16} {gate:<7} {backend:<14} {cases:>6} {worst:>10} {seconds:>8.2}  {}{reason}",
+                "{stem:<16} {gate:<7} {backend:<20} {cases:>6} {worst:>10} {seconds:>8.2}  {}{reason}",
                 status.word()
             );
         }

@@ -56,14 +56,42 @@ impl Tolerance {
 /// The widest tolerance the comparator accepts: beyond it a comparison says nothing.
 pub const WIDEST: f64 = 0.05;
 
+/// The four measures of a comparison; all zero where the shapes differ, a NaN is found or zero is expected.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Measures {
+    /// rms(got - want) / rms(want).
+    pub rms: f64,
+    /// The worst row's rms error over rms(want).
+    pub token: f64,
+    /// The worst element's error over the largest element.
+    pub element: f64,
+    /// abs(<got, want> / <want, want> - 1).
+    pub slope: f64,
+}
+
+impl Measures {
+    /// The larger one of each.
+    #[must_use]
+    pub fn max(self, other: Self) -> Self {
+        Self {
+            rms: self.rms.max(other.rms),
+            token: self.token.max(other.token),
+            element: self.element.max(other.element),
+            slope: self.slope.max(other.slope),
+        }
+    }
+}
+
 /// The outcome of one comparison.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 #[must_use = "a comparison that nobody reads cannot fail"]
 pub struct Comparison {
     /// Worst measure over its bound: 1 is the edge. Infinite for NaN and wrong shapes.
     pub worst: f64,
     /// What is wrong, where it is, in one line. Empty when nothing is.
     pub message: String,
+    /// What was measured.
+    pub measures: Measures,
 }
 
 impl Comparison {
@@ -73,7 +101,7 @@ impl Comparison {
     }
 
     fn fail(message: String) -> Self {
-        Self { worst: f64::INFINITY, message }
+        Self { worst: f64::INFINITY, message, ..Self::default() }
     }
 }
 
@@ -116,14 +144,20 @@ pub fn compare(name: &str, got: ArrayViewD<'_, f64>, want: ArrayViewD<'_, f64>, 
     let share = rms / rms.max(tolerance.usual / largest);
     let (token_error, token) = worst_token(&got, &want, largest);
     let (index, element_error) = worst_element(&got, &want);
-    let measures = [
-        ("rms", share * error_rms / rms, tolerance.tol),
-        ("token", share * token_error / rms, 10.0 * tolerance.tol),
-        ("element", share * element_error / largest, 10.0 * tolerance.tol),
-        ("slope", share * slope, tolerance.slope),
+    let measures = Measures {
+        rms: share * error_rms / rms,
+        token: share * token_error / rms,
+        element: share * element_error / largest,
+        slope: share * slope,
+    };
+    let bounded = [
+        ("rms", measures.rms, tolerance.tol),
+        ("token", measures.token, 10.0 * tolerance.tol),
+        ("element", measures.element, 10.0 * tolerance.tol),
+        ("slope", measures.slope, tolerance.slope),
     ];
     let (measure, value, bound) =
-        measures.into_iter().max_by(|a, b| over(a.1, a.2).total_cmp(&over(b.1, b.2))).expect("there are four measures");
+        bounded.into_iter().max_by(|a, b| over(a.1, a.2).total_cmp(&over(b.1, b.2))).expect("there are four measures");
     let worst = over(value, bound);
     let message = if worst <= 1.0 {
         String::new()
@@ -136,7 +170,7 @@ pub fn compare(name: &str, got: ArrayViewD<'_, f64>, want: ArrayViewD<'_, f64>, 
             error_rms / rms
         )
     };
-    Comparison { worst, message }
+    Comparison { worst, message, measures }
 }
 
 /// Whether two tensors have the same bits (so that -0.0 differs from 0.0 and a NaN equals itself).
@@ -149,7 +183,7 @@ pub fn same_bits(name: &str, got: ArrayViewD<'_, f64>, want: ArrayViewD<'_, f64>
             "`{name}`{:?} is {g:e}, expected the same bits as {w:e}",
             index.as_array_view().to_vec()
         )),
-        None => Comparison { worst: 0.0, message: String::new() },
+        None => Comparison::default(),
     }
 }
 
@@ -166,7 +200,7 @@ fn zero_expected(name: &str, got: &ArrayViewD<'_, f64>, want: &ArrayViewD<'_, f6
     } else {
         format!("`{name}`{index:?} is {:e}, expected zero (within {floor:e})", got[ndarray::IxDyn(&index)])
     };
-    Comparison { worst, message }
+    Comparison { worst, message, ..Comparison::default() }
 }
 
 /// The largest rms of one row's error (in units of `scale`), and which row.
@@ -346,6 +380,6 @@ mod tests {
 
     #[test]
     fn a_comparison_of_nan_measures_does_not_pass() {
-        assert!(!Comparison { worst: f64::NAN, message: String::new() }.passes());
+        assert!(!Comparison { worst: f64::NAN, ..Comparison::default() }.passes());
     }
 }

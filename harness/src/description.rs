@@ -7,7 +7,7 @@
 
 use std::fmt::Debug;
 
-use dormouse_reference::{Result, Tensors};
+use dormouse_reference::{Precision, Result, Tensors};
 use ndarray::ArrayD;
 use proptest::strategy::BoxedStrategy;
 use rand_chacha::ChaCha8Rng;
@@ -138,7 +138,7 @@ impl Gate {
         [Gate::Fd, Gate::Adj, Gate::Form, Gate::Diff, Gate::Meta, Gate::Det, Gate::Golden, Gate::Bite];
 
     /// The gates of a device, in ladder order.
-    pub const DEVICE: [Gate; 4] = [Gate::Diff, Gate::Poison, Gate::Det, Gate::Bite];
+    pub const DEVICE: [Gate; 5] = [Gate::Diff, Gate::Meta, Gate::Poison, Gate::Det, Gate::Bite];
 
     /// The word in tables and on the command line.
     pub fn word(self) -> &'static str {
@@ -180,7 +180,14 @@ pub enum Law<O: Operation> {
     Independent(&'static str),
     /// What happens at and after a position of this axis changes no output and no gradient before it, bit for bit.
     Causal(&'static str),
-    /// A law of this operation.
+    /// A law that holds bit for bit in the arithmetic of any precision, so that devices are held to it, too.
+    Exact {
+        /// Its name in messages.
+        name: &'static str,
+        /// The check; cases it does not apply to give `Ok(0.0)`.
+        check: LawCheck<O>,
+    },
+    /// A law of this operation whose check counts on f64.
     Custom {
         /// Its name in messages.
         name: &'static str,
@@ -212,6 +219,18 @@ pub trait Operation: Sized + Sync + 'static {
 
     /// Why the operation has no gradient, for those in place on parameters; `None` for all others.
     const NO_GRADIENT: Option<&'static str> = None;
+
+    /// How many matrix products lie behind one another on the longest way to an output or a gradient. 0 for an operation
+    /// without any, whose arithmetic is that of f32 whatever precision is asked for.
+    const PRODUCTS: u32 = 0;
+
+    /// Sets the precision of the matrix products; nothing where there are none.
+    fn set_precision(_config: &mut Self::Config, _precision: Precision) {}
+
+    /// How much the operation enlarges the relative error of its products in a case: 1 unless it can say otherwise.
+    fn amplification(_case: &Case<Self::Config>) -> f64 {
+        1.0
+    }
 
     /// Every tensor, inputs first.
     fn tensors() -> Vec<TensorSpec>;

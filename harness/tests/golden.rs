@@ -19,7 +19,14 @@ fn runner() -> Device {
 }
 
 fn context(golden: &Path) -> Context {
-    Context { seed: 1, only: None, random_cases: 0, golden: golden.to_owned(), stop_at_first: false }
+    Context {
+        seed: 1,
+        only: None,
+        random_cases: 0,
+        golden: golden.to_owned(),
+        stop_at_first: false,
+        again: String::new(),
+    }
 }
 
 /// A file whose values come from the operation's plain form, which shares no code with the reference.

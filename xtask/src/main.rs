@@ -1,7 +1,10 @@
 //! `cargo xtask`: the one task runner. `.ci/run` calls it, and so do people.
 //!
-//! It depends on none of the workspace's crates, so that it builds in seconds and works while they do not.
+//! Of the workspace's crates it depends on `dormouse-receipts` only, which depends on none, so that it builds in seconds
+//! and works while they do not.
 
+mod ptx;
+mod receipts;
 mod tidy;
 
 use std::io::{BufRead, BufReader};
@@ -18,6 +21,7 @@ use clap::{Parser, Subcommand};
     after_help = "Examples:\n  cargo xtask test             all tests, then every gate\n  \
                   cargo xtask gate kda         the ladder of one operation\n  \
                   cargo xtask gate --help      what a gate run can be told\n  \
+                  cargo xtask receipts check   which fused kernels have been shown to be right\n  \
                   cargo xtask ci               what continuous integration runs"
 )]
 struct Args {
@@ -47,6 +51,17 @@ enum Task {
         /// For `step`: passed to `dormouse bench`, such as `--preset tiny --backend cuda --note text`.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         rest: Vec<String>,
+    },
+    /// Compile every kernel to PTX for sm_90 on a machine without a GPU; NOTRUN where NVRTC is missing.
+    Ptx {
+        /// Passed to the gate binary, such as stems, or `--require ptx` to fail where NVRTC is missing.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        rest: Vec<String>,
+    },
+    /// Receipts of fused kernels.
+    Receipts {
+        #[command(subcommand)]
+        task: receipts::Task,
     },
     /// Check what the compiler does not: stems, docs, sizes, licences.
     Tidy,
@@ -97,6 +112,8 @@ fn run(task: Task) -> Result<()> {
         Task::Gate { rest } => gate(&root, &rest),
         Task::Bench { name, rest } if name.as_deref() == Some("step") => bench_step(&root, &rest),
         Task::Bench { name, .. } => bench(&root, name.as_deref()),
+        Task::Ptx { rest } => ptx::compile(&root, &rest),
+        Task::Receipts { task } => receipts::run(&root, &task),
         Task::Tidy => tidy::check(&root),
         Task::Lint => lint(&root),
         Task::Ci => lint(&root).and_then(|()| run(Task::Test { rest: Vec::new() })),

@@ -47,6 +47,12 @@ const LEVELS: usize = SPAN.trailing_zeros() as usize;
 /// Tokens of the smallest blocks whose pairs are products for matrix units.
 const BLOCK: usize = 16;
 
+/// Tokens whose sum is formed once a channel, so that a sum over many tokens need not visit each of them.
+const SEGMENT: usize = 16;
+
+/// Sums of segments in a block of channels.
+const SEGMENT_SUMS: usize = SPAN / SEGMENT * CHANNELS;
+
 /// What the kernel is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Plan {
@@ -65,7 +71,7 @@ impl Plan {
 
     /// Bytes of shared memory of a cube.
     fn bytes(self) -> usize {
-        4 * (SPAN * self.square() + self.work() + SPAN + CHANNELS)
+        4 * (SPAN * self.square() + self.work() + SPAN + CHANNELS + 2 * SEGMENT_SUMS)
     }
 
     /// From one token to the next in the square of pairs.
@@ -234,6 +240,9 @@ fn grads_kernel(
     let mut work = SharedMemory::<f32>::new(comptime!(plan.work()));
     let mut strength = SharedMemory::<f32>::new(span);
     let mut through = SharedMemory::<f32>::new(width);
+    // Of the gates, then of A; and of B.
+    let mut segments = SharedMemory::<f32>::new(comptime!(SEGMENT_SUMS));
+    let mut segments_of_b = SharedMemory::<f32>::new(comptime!(SEGMENT_SUMS));
 
     // The first units each look after one token's beta.
     let keeper = unit < span && start + unit < time;
@@ -353,30 +362,41 @@ fn grads_kernel(
             keys[e] = load_or_zero(k, at, there);
         }
         sync_cube();
+        if unit < comptime!(SEGMENT_SUMS) {
+            segments[unit] = segment_sum(&work, 0usize, unit, stride);
+        }
+        sync_cube();
         if unit < width {
             if comptime!(mutant == 7) {
                 through_sum = 0.0f32;
             }
-            through[unit] = through_sum * tile::decay(&work, 0usize, span, unit, stride);
+            through[unit] = through_sum * sum_before(&work, 0usize, &segments, span, unit, stride).exp();
         }
         #[unroll]
         for e in 0..rows {
             let i = tile::row(e, sums);
             let c = tile::column(e, sums);
-            let from_entry = tile::decay(&work, 0usize, i + 1, c, stride);
+            let from_entry = sum_before(&work, 0usize, &segments, i + 1, c, stride).exp();
             dq_sum[e] *= scale * from_entry;
             dr_sum[e] *= -from_entry;
-            dk_sum[e] *= tile::decay(&work, i + 1, span, c, stride);
+            dk_sum[e] *= sum_from(&work, 0usize, &segments, i + 1, c, stride).exp();
             work[second + i * stride + c] = query[e] * dq_sum[e] + strength[i] * keys[e] * dr_sum[e];
             work[third + i * stride + c] = keys[e] * dk_sum[e];
+        }
+        sync_cube();
+        if unit < comptime!(SEGMENT_SUMS) {
+            segments[unit] = segment_sum(&work, second, unit, stride);
+        } else if unit < comptime!(2 * SEGMENT_SUMS) {
+            let other = unit - comptime!(SEGMENT_SUMS);
+            segments_of_b[other] = segment_sum(&work, third, other, stride);
         }
         sync_cube();
         #[unroll]
         for e in 0..rows {
             let i = tile::row(e, sums);
             let c = tile::column(e, sums);
-            let later = column_sum(&work, second, i, span, c, stride);
-            let earlier = column_sum(&work, third, 0usize, i, c, stride);
+            let later = sum_from(&work, second, &segments, i, c, stride);
+            let earlier = sum_before(&work, third, &segments_of_b, i, c, stride);
             dg_sum[e] = through[c] + later + earlier;
             // A token paired with itself has decay 1, whatever g.
             dq_sum[e] += pairs[i * square + i] * keys[e];
@@ -517,6 +537,49 @@ fn near_pairs(
         straight[e] = sum;
         turned[e] = across;
     }
+}
+
+/// The sum of segment `number / CHANNELS` in channel `number % CHANNELS` of the tile at `at`.
+#[cube]
+fn segment_sum(work: &SharedMemory<f32>, at: usize, number: usize, #[comptime] stride: usize) -> f32 {
+    let from = number / comptime!(CHANNELS) * comptime!(SEGMENT);
+    column_sum(work, at, from, from + comptime!(SEGMENT), number % comptime!(CHANNELS), stride)
+}
+
+/// The sum of rows before `to` of one channel of the tile at `at`: whole segments, then rows.
+#[cube]
+fn sum_before(
+    work: &SharedMemory<f32>,
+    at: usize,
+    segments: &SharedMemory<f32>,
+    to: usize,
+    channel: usize,
+    #[comptime] stride: usize,
+) -> f32 {
+    let whole = to / comptime!(SEGMENT);
+    let mut sum = 0.0f32;
+    for n in 0..whole {
+        sum += segments[n * comptime!(CHANNELS) + channel];
+    }
+    sum + column_sum(work, at, whole * comptime!(SEGMENT), to, channel, stride)
+}
+
+/// The sum of rows from `from` on: rows, then whole segments.
+#[cube]
+fn sum_from(
+    work: &SharedMemory<f32>,
+    at: usize,
+    segments: &SharedMemory<f32>,
+    from: usize,
+    channel: usize,
+    #[comptime] stride: usize,
+) -> f32 {
+    let next = from.div_ceil(comptime!(SEGMENT));
+    let mut sum = column_sum(work, at, from, next * comptime!(SEGMENT), channel, stride);
+    for n in next..comptime!(SPAN / SEGMENT) {
+        sum += segments[n * comptime!(CHANNELS) + channel];
+    }
+    sum
 }
 
 /// The sum of rows `from..to` of one channel of the tile at `at`.

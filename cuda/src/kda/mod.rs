@@ -28,7 +28,7 @@
 //! has one fixed order and there are no atomics, so equal inputs give equal bits. No exponent is greater than zero, see
 //! `docs/kda.md` section 6.
 //!
-//! Tiles are as wide as fits the device's shared memory. With 32 KiB, as on the software driver, K reaches 128 in arm
+//! Tiles are as wide as fits the device's shared memory. With 32 KiB, as on the software driver, K reaches 64 in arm
 //! `fused`; with the 227 KiB of an H200 all of K and V up to 256 fit.
 //!
 //! Mesa's software Vulkan driver ends a unit's loops without an error once they have run some 65,500 times in all. Long

@@ -32,9 +32,9 @@ impl Math {
     }
 
     /// What a tile's rows are padded by, so that units which read one column together meet in few banks of the memory:
-    /// those of a matrix product read four neighbouring rows of eight columns.
+    /// those of a matrix product read eight neighbouring rows of four columns.
     pub const fn padding(self) -> usize {
-        if self.fragments() { 4 } else { 1 }
+        if self.fragments() && self.cuda { 4 } else { 1 }
     }
 }
 

@@ -1,6 +1,6 @@
 //! Finds the driver and the run-time compiler, which are loaded when the program runs and never linked.
 
-use cudarc::{driver, nvrtc};
+use cudarc::{cublaslt, driver, nvrtc};
 
 use super::error::Error;
 
@@ -59,6 +59,13 @@ pub fn find_nvrtc() -> Result<(i32, i32), Error> {
             Err(Error::Call { call: "nvrtcVersion", reason: format!("{other:?}"), last_kernel: "none".to_owned() })
         }
     }
+}
+
+/// The version of cuBLASLt, where it is installed.
+pub fn cublaslt() -> Option<String> {
+    // SAFETY: loads a shared library by name and drops it again; the version needs no context.
+    let version = unsafe { cublaslt::sys::is_culib_present().then(|| cublaslt::sys::cublasLtGetVersion()) }?;
+    Some(format!("{}.{}.{}", version / 10000, version % 10000 / 100, version % 100))
 }
 
 /// Refuses a driver that does not support CUDA 13.0.

@@ -25,12 +25,14 @@ mod error;
 pub mod gemm;
 mod gpu;
 mod library;
+mod offline;
 mod panics;
 mod server;
 
 pub use compile::{Cache, Target};
 pub use error::Error;
 pub use library::{Versions, check_driver};
+pub use offline::{Compiled, Offline, OfflineDevice, OfflineServer, Variant};
 pub use server::{Server, Shared};
 
 /// Cubes along x, y, z that one launch may have on CUDA.
@@ -47,6 +49,21 @@ pub struct Activity {
     pub allocated: u64,
     /// Kernels that the compiler ran for; the others came from the cache on disk.
     pub compiled: u64,
+}
+
+/// What results depend on besides the sources.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Hardware {
+    /// The product's name.
+    pub name: String,
+    /// The GPU generation that kernels are compiled for, such as `sm_90`; the backend's word where it is none of CUDA's.
+    pub target: String,
+    /// The driver's release.
+    pub driver: String,
+    /// NVRTC's version.
+    pub nvrtc: String,
+    /// The version of cuBLASLt.
+    pub cublaslt: String,
 }
 
 /// What a [`Device`](crate::Device) needs of a runtime besides cubecl's launches.
@@ -68,6 +85,9 @@ pub trait Engine: gemm::Gemm {
 
     /// The device's name and versions, for people.
     fn describe(client: &ComputeClient<Self>) -> String;
+
+    /// The hardware and its versions, for receipts.
+    fn hardware(client: &ComputeClient<Self>) -> Result<Hardware, Error>;
 
     /// Where a kernel's argument may start inside a buffer: a multiple of this many bytes.
     fn binding_alignment(client: &ComputeClient<Self>) -> u64;
@@ -229,6 +249,17 @@ impl Engine for Cuda {
         }
     }
 
+    fn hardware(client: &ComputeClient<Self>) -> Result<Hardware, Error> {
+        let gpu = client.info().gpu.as_ref().map_err(Error::clone)?;
+        Ok(Hardware {
+            name: gpu.name.clone(),
+            target: format!("sm_{}{}", gpu.capability.0, gpu.capability.1),
+            driver: gpu.versions.driver_release.clone().unwrap_or_else(|| "unknown".to_owned()),
+            nvrtc: format!("{}.{}", gpu.versions.nvrtc.0, gpu.versions.nvrtc.1),
+            cublaslt: library::cublaslt().unwrap_or_else(|| "absent".to_owned()),
+        })
+    }
+
     fn binding_alignment(_: &ComputeClient<Self>) -> u64 {
         4
     }
@@ -362,6 +393,17 @@ impl Engine for WgpuRuntime {
         }
     }
 
+    fn hardware(_: &ComputeClient<Self>) -> Result<Hardware, Error> {
+        let info = software_adapter().ok_or(Error::NoAdapter)?;
+        Ok(Hardware {
+            name: info.name.clone(),
+            target: Self::WORD.to_owned(),
+            driver: format!("{} {}", info.driver, info.driver_info),
+            nvrtc: "absent".to_owned(),
+            cublaslt: "absent".to_owned(),
+        })
+    }
+
     fn binding_alignment(client: &ComputeClient<Self>) -> u64 {
         client.properties().memory.alignment.max(4)
     }
@@ -405,7 +447,7 @@ impl Engine for WgpuRuntime {
 }
 
 fn no_graphs() -> Error {
-    Error::Call { call: "capture", reason: "Vulkan records no graphs".to_owned(), last_kernel: "none".to_owned() }
+    Error::Call { call: "capture", reason: "this runtime records no graphs".to_owned(), last_kernel: "none".to_owned() }
 }
 
 /// An error of cubecl's Vulkan server, which does not say which kernel it belongs to.

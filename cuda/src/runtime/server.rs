@@ -253,7 +253,7 @@ impl DeviceService for Server {
 }
 
 /// A kernel's name as a person would say it: the last part of the path before type arguments.
-fn short_name(name: &'static str) -> &'static str {
+pub fn short_name(name: &'static str) -> &'static str {
     let path = name.split('<').next().unwrap_or(name);
     path.rsplit("::").next().unwrap_or(path)
 }

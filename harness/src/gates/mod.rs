@@ -14,6 +14,7 @@ use crate::description::{Case, Gate, Operation, OperationOn, Role, Run};
 use crate::draw;
 use crate::named::{Named, Values};
 use crate::runner::Runner;
+use crate::tolerance::FEW_ELEMENTS;
 
 pub mod adj;
 pub mod bite;
@@ -38,6 +39,8 @@ pub struct Context {
     pub golden: PathBuf,
     /// Leave a gate at its first failing case: what `bite` wants, since red is the answer it looks for.
     pub stop_at_first: bool,
+    /// What the command that runs a case again has to say besides operation, gate and seed, such as ` --arm fused`.
+    pub again: String,
 }
 
 /// The state of a gate after it ran, or did not.
@@ -150,12 +153,13 @@ impl Tally {
             return Outcome { status: Status::Pass, cases: self.cases, worst: self.worst, reason: String::new() };
         }
         let reason = format!(
-            "{} of {} cases; {}; again: cargo xtask gate {stem} --only {} --seed {}",
+            "{} of {} cases; {}; again: cargo xtask gate {stem} --only {} --seed {}{}",
             self.failures,
             self.cases,
             self.first_failure,
             gate.word(),
-            context.seed
+            context.seed,
+            context.again
         );
         Outcome { status: Status::Fail, cases: self.cases, worst: self.worst, reason }
     }
@@ -272,9 +276,6 @@ fn inner_product(upstream: &Values, outputs: &Values) -> (f64, f64) {
     (sum, magnitude)
 }
 
-/// A gradient with more elements than this, zeros not counted, is never small as a whole by chance.
-const FEW_ELEMENTS: usize = 64;
-
 /// Fresh upstream gradients to see how large a short gradient usually is.
 const SIZE_DRAWS: usize = 8;
 
@@ -289,17 +290,23 @@ fn usual_sizes<O: Operation>(
     rng: &mut ChaCha8Rng,
     trusted: impl Fn(&Values) -> Result<Run<ArrayD<f64>>, String>,
 ) -> Result<Named<f64>, String> {
-    let few = |g: &ArrayD<f64>| (1..=FEW_ELEMENTS).contains(&g.iter().filter(|g| **g != 0.0).count());
-    let short: Vec<&'static str> = want.grads.iter().filter(|(_, g)| few(g)).map(|(name, _)| name).collect();
-    let mut squares: Named<f64> = short.iter().map(|&name| (name, 0.0)).collect();
-    if short.is_empty() {
+    rms_of_draws(&want.grads, || Ok(trusted(&draw_upstream::<O>(case, &want.outputs, rng))?.grads))
+}
+
+/// The rms that the short tensors among `like` have over some draws.
+///
+/// A tensor with more than [`FEW_ELEMENTS`] elements, zeros not counted, is never small as a whole by chance.
+fn rms_of_draws(like: &Values, mut draw: impl FnMut() -> Result<Values, String>) -> Result<Named<f64>, String> {
+    let few = |x: &ArrayD<f64>| (1..=FEW_ELEMENTS).contains(&x.iter().filter(|x| **x != 0.0).count());
+    let mut squares: Named<f64> = like.iter().filter(|(_, x)| few(x)).map(|(name, _)| (name, 0.0)).collect();
+    if squares.names().next().is_none() {
         return Ok(squares);
     }
     for _ in 0..SIZE_DRAWS {
-        let grads = trusted(&draw_upstream::<O>(case, &want.outputs, rng))?.grads;
+        let drawn = draw()?;
         for (name, square) in squares.iter_mut() {
-            let gradient = grads.at(name);
-            *square += gradient.iter().map(|g| g * g).sum::<f64>() / (SIZE_DRAWS * gradient.len()) as f64;
+            let tensor = drawn.at(name);
+            *square += tensor.iter().map(|x| x * x).sum::<f64>() / (SIZE_DRAWS * tensor.len()) as f64;
         }
     }
     Ok(squares.map(|_, square| square.sqrt()))
@@ -340,6 +347,23 @@ fn compare_named(
 /// The measure of a comparison that passed, or its message.
 pub(crate) fn passed(comparison: Comparison) -> Result<f64, String> {
     if comparison.passes() { Ok(comparison.worst) } else { Err(comparison.to_string()) }
+}
+
+/// Runs forward and backward of every case of the table and compares nothing: for a device that only compiles.
+pub fn exercise<O: Operation>(runner: &dyn Runner<O>) -> Result<usize, String> {
+    let cases = O::cases();
+    for case in &cases {
+        let mut rng = draw::stream(0, &[O::STEM, "exercise", &case.name]);
+        let inputs = O::draw(case, &mut rng);
+        let run = |upstream: Option<&Values>| {
+            runner.run(&case.config, &inputs, upstream).map_err(|e| format!("case {}: {e}", case.name))
+        };
+        let forward = run(None)?;
+        if O::NO_GRADIENT.is_none() {
+            run(Some(&draw_upstream::<O>(case, &forward.outputs, &mut rng)))?;
+        }
+    }
+    Ok(cases.len())
 }
 
 /// Runs one gate on an operation.

@@ -34,7 +34,14 @@ mod tests {
 
     #[test]
     fn a_nan_that_leaks_in_is_red_and_equal_bits_are_green() {
-        let context = Context { seed: 1, only: None, random_cases: 4, golden: PathBuf::new(), stop_at_first: true };
+        let context = Context {
+            seed: 1,
+            only: None,
+            random_cases: 4,
+            golden: PathBuf::new(),
+            stop_at_first: true,
+            again: String::new(),
+        };
         let plain = OnBackend::new(Reference::<f32>::new);
         let same: &dyn Runner<RmsNormOp> = &plain;
         assert_eq!(gate(same, same, &context).status, Status::Pass);

@@ -51,6 +51,13 @@ impl Operation for ControllerOp {
 
     const STEM: &'static str = "controller";
 
+    // raw is a product, and a gradient is one more of what the gates make of raw.
+    const PRODUCTS: u32 = 2;
+
+    fn set_precision(config: &mut Config, precision: Precision) {
+        config.precision = precision;
+    }
+
     fn tensors() -> Vec<TensorSpec> {
         vec![
             TensorSpec::input("c", &["B", "T", "D"]),
@@ -201,6 +208,11 @@ impl Operation for ControllerOp {
 
     fn optional_upstream() -> &'static [&'static str] {
         &["plus_c", "plus_x0"]
+    }
+
+    // As in `DIFF_F32_LARGE`: exp makes of the absolute error of a large raw a relative one.
+    fn amplification(case: &Case<Config>) -> f64 {
+        if case.family == "normal" { 1.0 } else { 10.0 }
     }
 
     fn tolerances(case: &Case<Config>) -> Tolerances {

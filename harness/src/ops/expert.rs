@@ -65,6 +65,13 @@ impl Operation for ExpertOp {
 
     const STEM: &'static str = "expert";
 
+    // Two maps of two products forward, and the same four on the way back.
+    const PRODUCTS: u32 = 8;
+
+    fn set_precision(config: &mut Config, precision: Precision) {
+        config.precision = precision;
+    }
+
     fn tensors() -> Vec<TensorSpec> {
         vec![
             TensorSpec::input("u", &["B", "T", "D"]),
@@ -231,6 +238,11 @@ impl Operation for ExpertOp {
         ]
         .map(|(twist, caught_by)| Mutant { twist, caught_by })
         .to_vec()
+    }
+
+    // As in `DIFF_F32_ACTIVATIONS` over `DIFF_F32`.
+    fn amplification(case: &Case<Config>) -> f64 {
+        if case.family == "activations" { 4.0 } else { 1.0 }
     }
 
     fn tolerances(case: &Case<Config>) -> Tolerances {

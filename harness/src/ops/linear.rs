@@ -44,6 +44,13 @@ impl Operation for LinearOp {
 
     const STEM: &'static str = "linear";
 
+    // One product makes each output and each gradient.
+    const PRODUCTS: u32 = 1;
+
+    fn set_precision(config: &mut Config, precision: Precision) {
+        config.precision = precision;
+    }
+
     fn tensors() -> Vec<TensorSpec> {
         vec![
             TensorSpec::input("x", &["B", "T", "I"]),

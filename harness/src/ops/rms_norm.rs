@@ -156,7 +156,7 @@ impl Operation for RmsNormOp {
             Law::Independent("B"),
             Law::Independent("T"),
             Law::Causal("T"),
-            Law::Custom { name: "doubling x doubles nothing but the distance to eps", check: scale_invariance },
+            Law::Exact { name: "doubling x doubles nothing but the distance to eps", check: scale_invariance },
         ]
     }
 

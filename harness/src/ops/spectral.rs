@@ -37,6 +37,13 @@ impl Operation for SpectralOp {
 
     const STEM: &'static str = "spectral";
 
+    // Two products forward; on the way back each gradient has one more behind the first.
+    const PRODUCTS: u32 = 2;
+
+    fn set_precision(config: &mut Config, precision: Precision) {
+        config.precision = precision;
+    }
+
     fn tensors() -> Vec<TensorSpec> {
         vec![
             TensorSpec::input("x", &["B", "T", "I"]),
