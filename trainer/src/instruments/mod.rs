@@ -84,10 +84,8 @@ impl<R: Engine> Witness for Device<R> {
     }
 
     fn generation(&self) -> String {
-        // The description names it between commas: `NVIDIA H200, sm_90, driver ...`.
-        let text = Device::describe(self);
-        let word = text.split([',', ' ']).find(|word| word.starts_with("sm_"));
-        word.unwrap_or(R::WORD).to_owned()
+        let hardware = R::open().and_then(|client| R::hardware(&client));
+        hardware.map_or_else(|_| R::WORD.to_owned(), |hardware| hardware.target)
     }
 
     fn arithmetic(&self, stem: &str, asked: Precision) -> Precision {
