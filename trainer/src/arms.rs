@@ -30,8 +30,9 @@ struct Verdict {
 }
 
 /// The receipt of an operation at a precision on a generation of GPUs (`sm_90`), if it still holds.
-fn receipt(_stem: &'static str, precision: Math, sm: &str) -> Verdict {
-    Verdict { verified: false, why: format!("no receipt for {precision} on {sm}") }
+fn receipt(stem: &'static str, precision: Math, sm: &str) -> Verdict {
+    let verdict = dormouse_cuda::receipts::verdict(stem, precision.precision(), sm);
+    Verdict { verified: verdict.is_valid(), why: verdict.to_string() }
 }
 
 /// `STEM=plain` or `STEM=fused`, taken apart; the stem is `all` or one that has kernels.
@@ -76,7 +77,7 @@ fn one(stem: &'static str, asked: Option<Arm>, run: &RunConfig, sm: &str) -> Res
         Some(Arm::Fused) if !verified && !run.unverified => {
             return Err(ConfigError::Invalid {
                 key: "run.arms".into(),
-                problem: format!("asks for {stem}=fused, and there is {why}"),
+                problem: format!("asks for {stem}=fused without a valid receipt: {why}"),
                 fix: "add --unverified to run it all the same, or leave the arm out".into(),
             });
         }
@@ -137,6 +138,6 @@ mod tests {
     fn every_operation_has_a_line_with_a_reason() {
         let text = table(&choose(&run(&[], false), "sm_00").unwrap());
         assert_eq!(text.lines().count(), dormouse_cuda::catalogue().len() + 1);
-        assert!(text.lines().skip(1).all(|line| line.contains("no receipt for f32 on sm_00")), "{text}");
+        assert!(text.lines().skip(1).all(|line| line.contains(".f32.sm_00.toml")), "{text}");
     }
 }

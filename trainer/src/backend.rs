@@ -25,6 +25,9 @@ pub struct Facts {
     pub arms: std::collections::BTreeMap<String, String>,
     /// Whether a fused arm runs that no receipt vouches for.
     pub unverified: bool,
+    /// The library algorithm of every matrix product so far; the same algorithms give the same bits.
+    #[serde(default)]
+    pub products: Vec<String>,
 }
 
 impl Facts {
@@ -35,12 +38,13 @@ impl Facts {
             precision: run.precision.word().to_owned(),
             arms: choices.iter().map(|choice| (choice.stem.to_owned(), choice.arm.word().to_owned())).collect(),
             unverified: choices.iter().any(|choice| choice.unverified),
+            products: Vec::new(),
         }
     }
 
     /// One line for the start of a run.
     pub fn line(&self) -> String {
-        let Self { backend, device, precision, arms, unverified } = self;
+        let Self { backend, device, precision, arms, unverified, .. } = self;
         let count = |word: &str| arms.values().filter(|arm| *arm == word).count();
         let arms = match arms.len() {
             0 => String::new(),
@@ -106,8 +110,7 @@ pub fn build(config: &Config) -> Result<Box<dyn Learner>> {
 
 fn on_device<R: Engine>(config: &Config) -> Result<Box<dyn Learner>> {
     let (b, facts) = open::<R>(&config.run)?;
-    let _ = (b, facts);
-    anyhow::bail!("{} has no kernels yet for some operations of the model; give --backend cpu", R::WORD)
+    Ok(Box::new(ModelLearner::new(b, config)?.with_facts(facts)))
 }
 
 /// The hardware's generation, such as `sm_90`.

@@ -85,7 +85,7 @@ const RECORD_TAIL: usize = 4;
 impl<B: Backend + Witness> ModelLearner<B> {
     /// A learner with the initial weights of the run's seed.
     pub fn new(b: B, config: &Config) -> Result<Self> {
-        let model = Model::new(&b, &config.model, config.run.precision.precision())?;
+        let model = Model::new(&b, &config.model, |stem| b.arithmetic(stem, config.run.precision.precision()))?;
         let mut hasher = DefaultHasher::new();
         config.to_toml().hash(&mut hasher);
         let parameters = model.table.len();
@@ -591,7 +591,7 @@ impl<B: Backend + Witness> Learner for ModelLearner<B> {
     }
 
     fn facts(&self) -> Facts {
-        self.facts.clone()
+        Facts { products: self.b.products(), ..self.facts.clone() }
     }
 
     fn witness(&self) -> Option<&dyn Witness> {

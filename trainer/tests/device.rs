@@ -123,7 +123,7 @@ fn what_a_backend_does_not_have_is_refused_with_a_fix() {
     place.run(&["atlas", "top", "missing.tsv"]).expect(1, &["missing.tsv"]);
     if answers() {
         let refused = place.run(&train("a", &["--arm", "rms_norm=fused"]));
-        refused.expect(2, &["rms_norm=fused", "no receipt", "--unverified"]);
+        refused.expect(2, &["rms_norm=fused", "without a valid receipt", "--unverified"]);
     }
     if let Err(why) = Cuda::available() {
         let first = why.to_string();

@@ -28,6 +28,12 @@ impl<R: Engine> Device<R> {
         self.ledgers.borrow().clone()
     }
 
+    /// The arm that an operation takes from here.
+    #[must_use]
+    pub fn arm(&self, stem: &str) -> Arm {
+        self.arms.borrow().get(stem)
+    }
+
     /// The arm that a forward pass takes from here, noted as taken. Operations without a backward pass use it too.
     pub(crate) fn forward_arm(&self, stem: &'static str) -> Arm {
         let arm = self.arms.borrow().get(stem);

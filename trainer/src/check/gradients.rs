@@ -173,12 +173,14 @@ pub fn slopes<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
     device.import(&state)?;
     let (gradient, _) = device.gradient(&batch)?;
     let params = device.table().params.clone();
+    // One tensor in six still meets every part of the model: the table is in the order of the parts.
+    let (each, nats) = if lab.quick { (6, &NATS[1..2]) } else { (1, &NATS[..]) };
     let (mut worst, mut message) = (0.0, String::new());
-    for param in &params {
+    for param in params.iter().step_by(each) {
         let g = &gradient[param.range()];
         let norm = g.iter().map(|x| x * x).sum::<f64>().sqrt();
         let mut error = f64::INFINITY;
-        for nats in NATS {
+        for &nats in nats {
             let h = nats / norm / 2.0;
             let mut at = |sign: f64| -> Result<f64> {
                 let mut moved = state.clone();

@@ -37,7 +37,7 @@ use dormouse_reference::{Backend, Reference};
 
 use crate::backend::{self, settle};
 use crate::cli::CheckArgs;
-use crate::config::{Backend as Word, Config, Math, RunConfig, preset};
+use crate::config::{Backend as Word, Config, ConfigError, Math, RunConfig, preset};
 use crate::data::Batch;
 use crate::instruments::Witness;
 use crate::learner::ModelLearner;
@@ -202,9 +202,28 @@ pub fn command(arguments: &CheckArgs) -> Result<()> {
 }
 
 fn on_device<R: Engine>(arguments: &CheckArgs, run: &RunConfig, only: &str) -> Result<usize> {
-    let _ = (arguments, only, Arm::ALL);
-    let (_, facts) = backend::open::<R>(run)?;
-    bail!("{} has no kernels yet for some operations of the model", facts.line())
+    say(&Device::<R>::open()?.describe());
+    let mut red = 0;
+    for word in &arguments.arms {
+        let forced = Arm::ALL.into_iter().find(|arm| arm.word() == word);
+        if forced.is_none() && word != "default" {
+            let problem =
+                format!("check: --arms has `{word}`; give plain, fused, or default for what a run would take");
+            bail!(ConfigError::Usage(problem));
+        }
+        for &math in &arguments.precision {
+            let open = |graphs: bool| -> Result<Device<R>> {
+                let (b, _) = backend::open::<R>(&RunConfig { precision: math, graph: graphs, ..run.clone() })?;
+                if let Some(arm) = forced {
+                    b.set_arms(arm);
+                }
+                Ok(b)
+            };
+            let lab = Lab { open: &open, math, graphs: R::GRAPHS, quick: arguments.quick };
+            red += table(&lab, only, R::WORD, word);
+        }
+    }
+    Ok(red)
 }
 
 /// Runs the checks, prints a line for each and gives the number of red ones.

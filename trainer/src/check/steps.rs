@@ -18,7 +18,9 @@ use crate::train::{Learner, StepRecord};
 const RATE: f64 = 1e-3;
 
 /// Steps of those runs: two kinds of step, each run eagerly twice, captured and replayed.
-const STEPS: u64 = 12;
+fn steps<B>(lab: &Lab<'_, B>) -> u64 {
+    if lab.graphs || !lab.quick { 12 } else { 4 }
+}
 
 /// A share of a band, or a failure beyond it.
 fn within(share: f64, message: impl FnOnce() -> String) -> Outcome {
@@ -129,8 +131,8 @@ fn same(got: &(State, Vec<StepRecord>), want: &(State, Vec<StepRecord>), what: &
 
 /// Two runs have the same bits, and another batch gives others.
 pub fn twice<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
-    let config = config(lab);
-    let run = |from: u64| advance(&mut lab.learner(&config, lab.graphs)?, &config, from..from + STEPS);
+    let (config, n) = (config(lab), steps(lab));
+    let run = |from: u64| advance(&mut lab.learner(&config, lab.graphs)?, &config, from..from + n);
     let first = run(0)?;
     if difference(&run(64)?.0, &first.0).is_none() {
         return Ok(Outcome::Fail("another batch gives the same weights, so nothing is compared".into()));
@@ -140,12 +142,12 @@ pub fn twice<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
 
 /// Half a run, saved and taken up by a fresh learner, is the whole run.
 pub fn resume<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
-    let config = config(lab);
-    let whole = advance(&mut lab.learner(&config, lab.graphs)?, &config, 0..STEPS)?;
-    let half = advance(&mut lab.learner(&config, lab.graphs)?, &config, 0..STEPS / 2)?;
+    let (config, n) = (config(lab), steps(lab));
+    let whole = advance(&mut lab.learner(&config, lab.graphs)?, &config, 0..n)?;
+    let half = advance(&mut lab.learner(&config, lab.graphs)?, &config, 0..n / 2)?;
     let mut resumed = lab.learner(&Config { seed: 77, ..config.clone() }, lab.graphs)?;
     resumed.import(&half.0)?;
-    Ok(same(&advance(&mut resumed, &config, STEPS / 2..STEPS)?, &whole, "after resuming"))
+    Ok(same(&advance(&mut resumed, &config, n / 2..n)?, &whole, "after resuming"))
 }
 
 /// Replayed steps have the bits of eager ones.
@@ -153,10 +155,10 @@ pub fn graph<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
     if !lab.graphs {
         return Ok(Outcome::NotRun("the backend has no graphs".into()));
     }
-    let config = config(lab);
-    let eager = advance(&mut lab.learner(&config, false)?, &config, 0..STEPS)?;
+    let (config, n) = (config(lab), steps(lab));
+    let eager = advance(&mut lab.learner(&config, false)?, &config, 0..n)?;
     let mut learner = lab.learner(&config, true)?;
-    let replayed = advance(&mut learner, &config, 0..STEPS)?;
+    let replayed = advance(&mut learner, &config, 0..n)?;
     let captures = learner.backend().captures();
     if captures != 2 {
         return Ok(Outcome::Fail(format!("{captures} graphs were captured, expected 2: with and without retraction")));
@@ -209,12 +211,12 @@ pub fn nan_activation<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome>
 
 /// The account of a healthy run adds up, and that of a run whose recurrence has no adjoint does not.
 pub fn engagement<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
-    let config = config(lab);
+    let (config, n) = (config(lab), steps(lab));
     let mut learner = lab.learner(&config, lab.graphs)?;
     if learner.witness().is_none() {
         return Ok(Outcome::NotRun("the backend counts nothing".into()));
     }
-    advance(&mut learner, &config, 0..STEPS)?;
+    advance(&mut learner, &config, 0..n)?;
     learner.evaluate(&[letters(&config, 0).bytes[..33].to_vec()])?;
     learner.sample(b"ab", 3, 0.0, 0, &mut |_| true)?;
     let account = |learner: &dyn Learner| learner.engagement().context("the backend counts");
@@ -225,7 +227,7 @@ pub fn engagement<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
         return Ok(Outcome::Fail(format!("{grad} backward passes; {}", problems.join("; "))));
     }
     learner.set_ablation(Ablation::DetachRecurrence);
-    advance(&mut learner, &config, STEPS..STEPS + 1)?;
+    advance(&mut learner, &config, n..n + 1)?;
     let problems = account(&learner)?.problems();
     if !problems.iter().any(|problem| problem.starts_with("kda: ")) {
         return Ok(Outcome::Fail(format!("a recurrence without its adjoint is not noticed: {problems:?}")));
@@ -235,24 +237,24 @@ pub fn engagement<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
 
 /// After the first steps of each kind nothing is allocated, and the arena stays as large as it is.
 pub fn memory<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
-    let config = config(lab);
+    let (config, n) = (config(lab), steps(lab));
     let mut learner = lab.learner(&config, lab.graphs)?;
-    advance(&mut learner, &config, 0..STEPS)?;
-    let before = learner.backend().activity();
-    if before.allocations == 0 {
+    if learner.backend().activity().allocations == 0 {
         return Ok(Outcome::NotRun("the backend counts no allocations".into()));
     }
-    let steps = if lab.quick { 20 } else { 2000 };
-    for step in STEPS..STEPS + steps {
+    advance(&mut learner, &config, 0..n)?;
+    let before = learner.backend().activity();
+    let more = if lab.quick { 20 } else { 2000 };
+    for step in n..n + more {
         learner.step(&letters(&config, step), RATE)?;
     }
     let after = learner.backend().activity();
     if (after.allocations, after.allocated) == (before.allocations, before.allocated) {
         return Ok(Outcome::Pass(0.0));
     }
-    let more = after.allocations - before.allocations;
+    let allocations = after.allocations - before.allocations;
     Ok(Outcome::Fail(format!(
-        "{more} allocations in {steps} steps; {} bytes before, {} after",
+        "{allocations} allocations in {more} steps; {} bytes before, {} after",
         before.allocated, after.allocated
     )))
 }

@@ -10,8 +10,8 @@ mod engagement;
 use std::collections::BTreeMap;
 
 use dormouse_cuda::runtime::Activity;
-use dormouse_cuda::{Device, Engine, Ledger, Price, Site};
-use dormouse_reference::{Reference, Result, Scalar};
+use dormouse_cuda::{Arm, Device, Engine, Ledger, Price, Site};
+use dormouse_reference::{Precision, Reference, Result, Scalar};
 
 pub use engagement::{Ask, Asked, Engagement, Row};
 
@@ -28,6 +28,11 @@ pub trait Witness {
         "none".to_owned()
     }
 
+    /// The arithmetic that an operation has where `asked` is the run's: the arms of an operation may differ in it.
+    fn arithmetic(&self, _stem: &str, asked: Precision) -> Precision {
+        asked
+    }
+
     /// Whether calls and launches are counted at all.
     fn counts(&self) -> bool {
         false
@@ -41,6 +46,11 @@ pub trait Witness {
     /// Steps that were captured as a graph.
     fn captures(&self) -> u64 {
         0
+    }
+
+    /// The algorithm of every matrix product that a library computes.
+    fn products(&self) -> Vec<String> {
+        Vec::new()
     }
 
     /// What the runtime has done.
@@ -74,10 +84,13 @@ impl<R: Engine> Witness for Device<R> {
     }
 
     fn generation(&self) -> String {
-        // The description names it between commas: `NVIDIA H200, sm_90, driver ...`.
-        let text = Device::describe(self);
-        let word = text.split([',', ' ']).find(|word| word.starts_with("sm_"));
-        word.unwrap_or(R::WORD).to_owned()
+        let hardware = R::open().and_then(|client| R::hardware(&client));
+        hardware.map_or_else(|_| R::WORD.to_owned(), |hardware| hardware.target)
+    }
+
+    fn arithmetic(&self, stem: &str, asked: Precision) -> Precision {
+        // Token by token there are no products that could be rounded.
+        if stem == "kda" && self.arm(stem) == Arm::Plain { Precision::Full } else { asked }
     }
 
     fn counts(&self) -> bool {
@@ -90,6 +103,10 @@ impl<R: Engine> Witness for Device<R> {
 
     fn captures(&self) -> u64 {
         Device::captures(self)
+    }
+
+    fn products(&self) -> Vec<String> {
+        self.gemm_choices().iter().map(|choice| choice.to_string().replace('\t', " ")).collect()
     }
 
     fn activity(&self) -> Activity {

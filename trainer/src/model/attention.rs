@@ -93,7 +93,7 @@ impl<B: Backend> Model<B> {
         )?;
         let (read, kda) = Kda::forward(
             b,
-            &configs::KDA,
+            &self.configs.kda,
             kda::Inputs {
                 q: &q.y,
                 k: &k.y,
@@ -159,7 +159,7 @@ impl<B: Backend> Model<B> {
             return Ok(du);
         }
         let mut through_kda =
-            Kda::backward(b, &configs::KDA, &saved.kda, kda::Outputs { o: &through_norm.d_o, final_state: None })?;
+            Kda::backward(b, &self.configs.kda, &saved.kda, kda::Outputs { o: &through_norm.d_o, final_state: None })?;
         match self.ablation {
             Ablation::DecayGradientScaled => through_kda.dg = scaled(b, &through_kda.dg, 1.01)?,
             Ablation::FirstHeadBetaDropped => through_kda.dbeta = without_first_head(b, &through_kda.dbeta)?,

@@ -27,24 +27,31 @@ pub(super) struct Configs {
     pub spectral: spectral::Config,
     pub expert: expert::Config,
     pub controller: controller::Config,
+    pub kda: kda::Config,
 }
 
 impl Configs {
-    pub fn new(m: &ModelConfig, precision: Precision) -> Self {
+    pub fn new(m: &ModelConfig, precision: &dyn Fn(&str) -> Precision) -> Self {
         Self {
-            linear: linear::Config { precision },
-            spectral: spectral::Config { precision },
-            expert: expert::Config { precision, ffn: expert::Ffn::Silu },
-            controller: controller::Config { precision, experts: m.experts },
+            linear: linear::Config { precision: precision("linear") },
+            spectral: spectral::Config { precision: precision("spectral") },
+            expert: expert::Config { precision: precision("expert"), ffn: expert::Ffn::Silu },
+            controller: controller::Config { precision: precision("controller"), experts: m.experts },
+            // A state every 64 tokens, the chunk of the device kernels, so that states can be compared one by one.
+            kda: kda::Config {
+                scale: None,
+                form: kda::Form::Recurrent,
+                checkpoint_every: 64,
+                memory: kda::Memory::Save,
+                precision: precision("kda"),
+            },
         }
     }
 }
 
 /// The operations' configs that are constants of the model.
 pub(super) mod configs {
-    use super::{
-        blend, cross_entropy, decay_gate, embedding, gated_rms_norm, kda, l2_norm, residual, rms_norm, short_conv,
-    };
+    use super::{blend, cross_entropy, decay_gate, embedding, gated_rms_norm, l2_norm, residual, rms_norm, short_conv};
 
     pub const EMBEDDING: embedding::Config = embedding::Config {};
     pub const NORM: rms_norm::Config = rms_norm::Config { eps: 1e-3 };
@@ -52,14 +59,6 @@ pub(super) mod configs {
     pub const L2: l2_norm::Config = l2_norm::Config { eps: 1e-6 };
     pub const GATE: decay_gate::Config =
         decay_gate::Config { kind: decay_gate::Kind::Bounded { lower_bound: -5.0 }, beta_scale: 1.0 };
-    /// A state every 64 tokens, the chunk of the device kernels, so that states can be compared one by one.
-    pub const KDA: kda::Config = kda::Config {
-        scale: None,
-        form: kda::Form::Recurrent,
-        checkpoint_every: 64,
-        memory: kda::Memory::Save,
-        precision: Precision::Full,
-    };
     /// mean o^2 starts near 1e-5, so a larger eps would swamp it.
     pub const OUT_NORM: gated_rms_norm::Config = gated_rms_norm::Config { eps: 1e-8 };
     /// The memory branch may carry at most half of what it shares with the dense one.

@@ -72,14 +72,16 @@ impl<B: Backend> Views<'_, B> {
 
 impl<B: Backend> Model<B> {
     /// A model with zeroed parameters and gradients; load or initialise them before use.
-    pub fn new(b: &B, config: &ModelConfig, precision: Precision) -> Result<Self> {
+    ///
+    /// `precision` says which arithmetic an operation has.
+    pub fn new(b: &B, config: &ModelConfig, precision: impl Fn(&str) -> Precision) -> Result<Self> {
         let table = Table::new(config);
         let flat = || b.persistent(&[table.len()], b.float());
         Ok(Self {
             params: flat()?,
             grads: flat()?,
             config: config.clone(),
-            configs: Configs::new(config, precision),
+            configs: Configs::new(config, &precision),
             table: table.clone(),
             ablation: Ablation::None,
         })
