@@ -152,7 +152,7 @@ fn measure(config: &Config, steps: u64, build: Build) -> Result<Measured> {
         batch: config.train.batch_rows,
         seq: config.data.seq_bytes,
         retract_every: config.optimizer.retract_every_steps,
-        graph: config.run.graph,
+        graph: learner.witness().is_some_and(|witness| witness.captures() > 0),
         step_to: steps,
         ms_median: quantile(0.5),
         ms_iqr: quantile(0.75) - quantile(0.25),

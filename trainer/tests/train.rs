@@ -11,7 +11,7 @@ use process::{Done, Place, signal, wait_for, wait_until};
 
 /// Arguments of a run of `steps` that takes seconds and saves every 5 steps.
 fn train<'a>(name: &'a str, steps: &'a str, more: &[&'a str]) -> Vec<&'a str> {
-    let mut arguments = vec!["train", "--preset", "tiny", "--name", name, "--steps", steps];
+    let mut arguments = vec!["train", "--backend", "cpu", "--preset", "tiny", "--name", name, "--steps", steps];
     for set in ["data.eval_windows=4", "data.eval_bytes=64", "log.sample_bytes=8", "checkpoint.keep_last=100"] {
         arguments.extend(["--set", set]);
     }
