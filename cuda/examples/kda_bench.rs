@@ -13,7 +13,7 @@
 //! exit code is 1 if an error is too large, 2 if there is no device.
 
 use std::process::ExitCode;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use dormouse_cuda::{Arm, Cuda, Device, Engine, Lavapipe, Tensor};
 use dormouse_reference::kda::{Config, Form, Grads, Inputs, Kda, Memory, Outputs};

@@ -45,6 +45,10 @@ pub const PRECISIONS: [Precision; 3] = [Precision::Full, Precision::Tf32, Precis
 /// Words of NaN before and after an input. Odd, so that the input starts where no alignment helps it.
 const MARGIN: usize = 3;
 
+/// The same where the runtime's matrix library may run: it has other algorithms, and so other bits, for factors that do
+/// not start at a multiple of 16 bytes.
+const LIBRARY_MARGIN: usize = 4;
+
 /// Runs an operation on a device: every run on a fresh [`Device`], so that nothing is left of the run before.
 struct OnDevice<'a, R: Engine> {
     client: &'a Client<R>,
@@ -80,8 +84,10 @@ impl<R: Engine, O: OperationOn<Device<R>>> Runner<O> for OnDevice<'_, R> {
         if let Some(mutant) = self.setting.mutant {
             b.plant(O::STEM, mutant)?;
         }
+        let library = O::PRODUCTS > 0 && self.setting.arm == Arm::Fused;
+        let margin = if library { LIBRARY_MARGIN } else { MARGIN };
         let send = |values: &Values, integers: &[&str]| {
-            if self.poisoned { upload_in_nan(&b, values, integers) } else { upload(&b, values, integers) }
+            if self.poisoned { upload_in_nan(&b, values, integers, margin) } else { upload(&b, values, integers) }
         };
         let inputs = send(inputs, O::integers())?;
         let upstream = upstream.map(|u| send(u, &[])).transpose()?;
@@ -96,13 +102,18 @@ impl<R: Engine, O: OperationOn<Device<R>>> Runner<O> for OnDevice<'_, R> {
 }
 
 /// Uploads values into the middle of buffers of NaN; integers get the largest number around them.
-fn upload_in_nan<B: Tensors>(b: &B, values: &Values, integers: &[&str]) -> Result<Named<B::Tensor>, Error> {
+fn upload_in_nan<B: Tensors>(
+    b: &B,
+    values: &Values,
+    integers: &[&str],
+    margin: usize,
+) -> Result<Named<B::Tensor>, Error> {
     values.try_map(|name, array| {
         let (dtype, poison) =
             if integers.contains(&name) { (DType::U32, f64::from(u32::MAX)) } else { (b.float(), f64::NAN) };
-        let around = b.persistent(&[array.len() + 2 * MARGIN], dtype)?;
+        let around = b.persistent(&[array.len() + 2 * margin], dtype)?;
         b.fill(&around, poison)?;
-        let tensor = b.view(&around, MARGIN, array.shape())?;
+        let tensor = b.view(&around, margin, array.shape())?;
         b.upload(array.view(), &tensor)?;
         Ok(tensor)
     })

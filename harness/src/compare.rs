@@ -8,7 +8,7 @@
 //! | rms | rms(got - want) / rms(want) | tol |
 //! | token | worst over rows (last axis) of rms(row error) / rms(want) | 10 tol |
 //! | element | worst of abs(got - want) / max abs(want) | 10 tol |
-//! | slope | abs(<got, want> / <want, want> - 1) | `slope` of the tolerance |
+//! | slope | abs(<got, want> / <want, want> - 1) | `slope` of the tolerance, and what its `noise` adds |
 //!
 //! A row that is wrong hides in the global rms of a long tensor, which is what `token` is for; a tensor that is scaled
 //! by 1.01 hides inside a bf16 band, which is what `slope` is for. Where `want` is all zero, so must `got` be, within
@@ -32,6 +32,9 @@ pub struct Tolerance {
     pub floor: f64,
     /// The rms that the tensor usually has, where it is known; 0 measures against the tensor at hand.
     pub usual: f64,
+    /// The relative rms of errors that have no direction. They move a slope by this over the root of the number of
+    /// elements that carry the tensor's norm, which is (sum w^2)^2 / sum w^4; twice as much is added to `slope`.
+    pub noise: f64,
     /// Where the number comes from.
     pub why: &'static str,
 }
@@ -39,7 +42,7 @@ pub struct Tolerance {
 impl Tolerance {
     /// A tolerance whose slope bound equals its rms bound: right wherever rounding is unbiased and small.
     pub const fn new(tol: f64, why: &'static str) -> Self {
-        Self { tol, slope: tol, floor: 0.0, usual: 0.0, why }
+        Self { tol, slope: tol, floor: 0.0, usual: 0.0, noise: 0.0, why }
     }
 
     /// The same tolerance with a magnitude below which a tensor counts as zero.
@@ -140,6 +143,8 @@ pub fn compare(name: &str, got: ArrayViewD<'_, f64>, want: ArrayViewD<'_, f64>, 
     let error_rms = (pairs().map(|(g, w)| ((g - w) / largest).powi(2)).sum::<f64>() / count).sqrt();
     let projection = pairs().map(|(g, w)| (g / largest) * (w / largest)).sum::<f64>();
     let slope = (projection / square - 1.0).abs();
+    let fourth = pairs().map(|(_, w)| (w / largest).powi(4)).sum::<f64>();
+    let slope_bound = tolerance.slope + 2.0 * tolerance.noise * fourth.sqrt() / square;
     // 1 unless the tensor is smaller than usual.
     let share = rms / rms.max(tolerance.usual / largest);
     let (token_error, token) = worst_token(&got, &want, largest);
@@ -154,7 +159,7 @@ pub fn compare(name: &str, got: ArrayViewD<'_, f64>, want: ArrayViewD<'_, f64>, 
         ("rms", measures.rms, tolerance.tol),
         ("token", measures.token, 10.0 * tolerance.tol),
         ("element", measures.element, 10.0 * tolerance.tol),
-        ("slope", measures.slope, tolerance.slope),
+        ("slope", measures.slope, slope_bound),
     ];
     let (measure, value, bound) =
         bounded.into_iter().max_by(|a, b| over(a.1, a.2).total_cmp(&over(b.1, b.2))).expect("there are four measures");
@@ -376,6 +381,21 @@ mod tests {
         let minus = array![-0.0].into_dyn();
         assert!(!same_bits("x", plus.view(), minus.view()).passes());
         assert!(same_bits("x", plus.view(), plus.view()).passes());
+    }
+
+    #[test]
+    fn noise_moves_a_slope_by_what_the_elements_that_carry_the_norm_leave_of_it() {
+        // Every element off by one thousandth in one direction is a slope; noise of one thousandth is none where a
+        // thousand elements carry the norm, and all of it where one does.
+        let spread = Array1::from_elem(1000, 1.0).into_dyn();
+        let mut single = Array1::from_elem(1000, 1e-6);
+        single[0] = 1.0;
+        let single = single.into_dyn();
+        let tolerance = Tolerance { slope: 1e-4, noise: 1e-3, ..Tolerance::new(1e-2, "test") };
+        let off = |w: &ArrayD<f64>| compare("x", (w * 1.001).view(), w.view(), &tolerance).passes();
+        assert!(!off(&spread) && off(&single));
+        let silent = Tolerance { noise: 0.0, ..tolerance };
+        assert!(!compare("x", (&single * 1.001).view(), single.view(), &silent).passes());
     }
 
     #[test]

@@ -65,7 +65,7 @@ fn full_run(
 }
 
 /// The factor by which rounding is amplified in this family; see `FORM_OVERSHOOT`.
-fn amplification(case: &Case<Config>) -> f64 {
+pub(super) fn amplification(case: &Case<Config>) -> f64 {
     if OVERSHOOTING.contains(&case.family) { 20.0 } else { 1.0 }
 }
 

@@ -65,6 +65,10 @@ impl Operation for KdaOp {
         config.precision = precision;
     }
 
+    fn amplification(case: &Case<Config>) -> f64 {
+        laws::amplification(case)
+    }
+
     fn tensors() -> Vec<TensorSpec> {
         vec![
             TensorSpec::input("q", &["B", "T", "H", "K"]),
