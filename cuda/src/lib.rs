@@ -10,6 +10,10 @@
 //!
 //! The crate builds without CUDA and loads the driver when it is asked for a device.
 
+// Kernels are written in the part of Rust that cubecl translates: it evaluates both sides of `&&`, has no `%=` or
+// `is_multiple_of`, and null mutants rename a local on purpose.
+#![allow(clippy::almost_swapped, clippy::assign_op_pattern, clippy::collapsible_if, clippy::manual_is_multiple_of)]
+
 mod adamw;
 mod arena;
 mod arm;

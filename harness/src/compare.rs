@@ -239,7 +239,7 @@ fn worst_element(got: &ArrayViewD<'_, f64>, want: &ArrayViewD<'_, f64>) -> (Vec<
 mod tests {
     use super::*;
     use approx::assert_relative_eq;
-    use ndarray::{Array, Array2, ArrayD, IxDyn, array};
+    use ndarray::{Array, Array1, Array2, ArrayD, IxDyn, array};
 
     const TIGHT: Tolerance = Tolerance::new(1e-3, "a test");
 

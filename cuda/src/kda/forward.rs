@@ -173,7 +173,7 @@ pub(super) fn launch<R: Engine>(
     Ok(Fused { states, u, chunks })
 }
 
-/// Mutants: 2 does not decay the state across a chunk, 3 does not write a chunk's last token, 4 is null (a renamed local).
+/// Mutants: 2 does not decay the state across a chunk, 3 writes nothing to the state, 4 is null (a renamed local).
 #[cube(launch_unchecked)]
 fn forward_kernel(
     v: &Floats,
@@ -340,11 +340,9 @@ fn forward_kernel(
                         sum[e] = renamed;
                     }
                 }
-                let mut written = live;
-                if comptime!(mutant == 3) {
-                    written = live - 1;
+                if comptime!(mutant != 3) {
+                    multiply_add(&mut sum, &write, c, &u, 0usize, live, comptime!(plan.into_state()), product);
                 }
-                multiply_add(&mut sum, &write, c, &u, 0usize, written, comptime!(plan.into_state()), product);
                 #[unroll]
                 for e in 0..comptime!(product.elements()) {
                     state[(c + tile::row(e, product)) * stride + tile::column(e, product)] = sum[e];
