@@ -277,7 +277,7 @@ fn summary(args: &Args, context: &Context, reports: &[Report]) -> ExitCode {
         println!("{line}");
         println!("seed {}", context.seed);
     }
-    let survived = args.mutant.is_some().then(|| survivors(reports)).unwrap_or_default();
+    let survived = if args.mutant.is_some() { survivors(reports) } else { Vec::new() };
     for backend in &survived {
         println!("the mutant survives on {backend}: every gate that ran is green");
     }

@@ -1,7 +1,7 @@
 //! Matrix products in a library of the runtime: cuBLASLt on CUDA, none elsewhere.
 //!
 //! A product is planned once for its [`Call`] and the alignment of its addresses; the second time, a call only launches.
-//! It allocates nothing, waits for nothing and so can be captured. The algorithm comes from a committed [`table`] of
+//! It allocates nothing, waits for nothing and so can be captured. The algorithm comes from a committed table of
 //! measured ones, else it is the library's first suggestion that sums in a fixed order: either way the same in every
 //! process with the same library and GPU. [`Choice`] says which. A matrix that does not start at a multiple of 16 bytes
 //! gets an algorithm of its own, and so other bits in the last places than one that does.
