@@ -146,7 +146,10 @@ fn check(row: &Row) -> Result<()> {
 /// A rule is broken; the file cannot be read or written.
 pub fn append(path: &Path, row: &Row) -> Result<()> {
     let cannot = |what: &str| format!("history: cannot {what} `{}`", path.display());
-    let mut text = std::fs::read_to_string(path).with_context(|| cannot("read"))?;
+    let mut text = match std::fs::read_to_string(path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => COLUMNS.join("\t") + "\n",
+        text => text.with_context(|| cannot("read"))?,
+    };
     parse(&text).with_context(|| cannot("use"))?;
     check(row)?;
     if !text.ends_with('\n') {
