@@ -1,7 +1,9 @@
 //! What the gates of `kda` do not cover, on Mesa's software Vulkan driver: rounded operands, heads as wide as a model's,
 //! causality bit for bit, and what a device refuses. Where no adapter answers, every test says so and why.
 
-use dormouse_cuda::{Arm, Device, Engine, Lavapipe};
+mod common;
+
+use dormouse_cuda::{Arm, Device, Lavapipe};
 use dormouse_reference::kda::{Config, Form, Grads, Inputs, Kda, Memory, Outputs};
 use dormouse_reference::{DType, Error, Precision, Reference, Tensors};
 use ndarray::{ArrayD, Axis, IxDyn, Slice};
@@ -11,20 +13,12 @@ type Arrays = Vec<(&'static str, ArrayD<f64>)>;
 /// B, T, H, K, V.
 type Lengths = [usize; 5];
 
-/// The device, or none with a line that says why the test did not run.
+/// The device with one arm and poisoned scratch, or none with a line that says why the test did not run.
 fn device(arm: Arm) -> Option<Device<Lavapipe>> {
-    match Lavapipe::available() {
-        Ok(()) => {
-            let b = Device::open().unwrap();
-            b.set_arms(arm);
-            b.set_poison(true);
-            Some(b)
-        }
-        Err(why) => {
-            eprintln!("NOTRUN {}: {why}", std::thread::current().name().unwrap_or("test"));
-            None
-        }
-    }
+    let b = common::device()?;
+    b.set_arms(arm);
+    b.set_poison(true);
+    Some(b)
 }
 
 fn config(precision: Precision) -> Config {

@@ -1,7 +1,10 @@
 //! The rules of `Tensors` and of steps on Mesa's software Vulkan driver. Where no adapter answers, every test says so
 //! and why; the gates count the same as NOTRUN.
 
-use dormouse_cuda::{Device, Engine, Lavapipe};
+mod common;
+
+use common::device;
+use dormouse_cuda::{Device, Lavapipe};
 use dormouse_reference::linear::{self, Linear};
 use dormouse_reference::residual::{self, Residual};
 use dormouse_reference::rms_norm::{self, RmsNorm};
@@ -9,17 +12,6 @@ use dormouse_reference::{DType, Error, Precision, StepKey, Tensors};
 use ndarray::{Array, ArrayD, Dimension, IxDyn, array, s};
 
 const KEY: StepKey = StepKey { purpose: "test", variant: 0 };
-
-/// The device, or none with a line that says why the test did not run.
-fn device() -> Option<Device<Lavapipe>> {
-    match Lavapipe::available() {
-        Ok(()) => Some(Device::open().unwrap()),
-        Err(why) => {
-            eprintln!("NOTRUN {}: {why}", std::thread::current().name().unwrap_or("test"));
-            None
-        }
-    }
-}
 
 fn persistent(b: &Device<Lavapipe>, values: ArrayD<f64>) -> dormouse_cuda::Tensor {
     let tensor = b.persistent(values.shape(), DType::F32).unwrap();

@@ -1,22 +1,14 @@
 //! Matrix products on Mesa's software Vulkan driver: rounding of factors, batches and strides, refusals. Where no adapter
 //! answers, every test says so and why. `examples/gemm_check.rs` checks more shapes, and a GPU's library.
 
+mod common;
+
+use common::device;
 use dormouse_cuda::matmul::{Matrix, Plus, Product, matrix, stack};
-use dormouse_cuda::{Arm, Device, Engine, Lavapipe, Tensor};
+use dormouse_cuda::{Arm, Device, Lavapipe, Tensor};
 use dormouse_reference::linear::{self, Linear};
 use dormouse_reference::{DType, Error, Precision, Tensors};
 use ndarray::{Array3, ArrayD, IxDyn, array};
-
-/// The device, or none with a line that says why the test did not run.
-fn device() -> Option<Device<Lavapipe>> {
-    match Lavapipe::available() {
-        Ok(()) => Some(Device::open().unwrap()),
-        Err(why) => {
-            eprintln!("NOTRUN {}: {why}", std::thread::current().name().unwrap_or("test"));
-            None
-        }
-    }
-}
 
 fn persistent(b: &Device<Lavapipe>, values: ArrayD<f64>) -> Tensor {
     let tensor = b.persistent(values.shape(), DType::F32).unwrap();

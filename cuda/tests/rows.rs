@@ -2,7 +2,9 @@
 //! once: more keys, columns or channels than units side by side, more rows than the fewest of a block. The gates' cases
 //! are smaller.
 
-use dormouse_cuda::{Arm, Device, Engine, Lavapipe};
+mod common;
+
+use dormouse_cuda::Arm;
 use dormouse_reference::decay_gate::{self, DecayGate, Kind};
 use dormouse_reference::gated_rms_norm::{self, GatedRmsNorm};
 use dormouse_reference::l2_norm::{self, L2Norm};
@@ -36,13 +38,9 @@ fn get<B: Tensors>(b: &B, tensors: &[&B::Tensor]) -> Vec<ArrayD<f64>> {
 /// Compares what `$run` gives on both arms of the device with what it gives on the reference.
 macro_rules! both_arms {
     ($stem:literal, $run:ident $(, $arg:expr)*) => {
-        if let Err(why) = Lavapipe::available() {
-            eprintln!("NOTRUN {}: {why}", $stem);
-            return;
-        }
         let want = $run(&Reference::<f64>::new() $(, $arg)*);
         for arm in Arm::ALL {
-            let b = Device::<Lavapipe>::open().unwrap();
+            let Some(b) = common::device() else { return };
             b.set_arms(arm);
             b.set_poison(true);
             let got = $run(&b $(, $arg)*);

@@ -1,22 +1,14 @@
 //! Operations on ids where the gates' small cases do not go: many tokens, one id for most of them, large tables, and
 //! ids that are out of range. Where no adapter answers, every test says so and why.
 
-use dormouse_cuda::{Arm, Device, Engine, Lavapipe, Tensor};
+mod common;
+
+use common::device;
+use dormouse_cuda::{Arm, Device, Lavapipe, Tensor};
 use dormouse_reference::cross_entropy::{self, CrossEntropy};
 use dormouse_reference::embedding::{self, Embedding};
 use dormouse_reference::{DType, Error, Tensors};
 use ndarray::{Array, Array2, ArrayD, IxDyn, array};
-
-/// The device, or none with a line that says why the test did not run.
-fn device() -> Option<Device<Lavapipe>> {
-    match Lavapipe::available() {
-        Ok(()) => Some(Device::open().unwrap()),
-        Err(why) => {
-            eprintln!("NOTRUN {}: {why}", std::thread::current().name().unwrap_or("test"));
-            None
-        }
-    }
-}
 
 fn upload(b: &Device<Lavapipe>, values: ArrayD<f64>, dtype: DType) -> Tensor {
     let tensor = b.persistent(values.shape(), dtype).unwrap();

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use dormouse_cuda::receipts::word;
 use dormouse_cuda::runtime::Variant;
-use dormouse_cuda::{Arm, Client, Cuda, Device, Engine, Lavapipe, Offline, Pass, catalogue};
+use dormouse_cuda::{Arm, Client, Cuda, Device, Engine, Lavapipe, Mutant, Offline, Pass, catalogue};
 use dormouse_harness::description::{Gate, Operation, OperationOn, Run};
 use dormouse_harness::gates::diff::Figures;
 use dormouse_harness::gates::{Context, Outcome, Report, Status, det, diff, exercise, meta, poison};
@@ -152,10 +152,9 @@ pub enum Event {
 /// Who is told.
 type Sink<'a> = &'a mut dyn FnMut(Event);
 
-/// The mutants of an operation's kernels: name, gate that must turn red, arm.
-pub fn mutants(stem: &str) -> Vec<(&'static str, &'static str, Arm)> {
-    let kernels = catalogue().iter().filter(|kernels| kernels.stem == stem);
-    kernels.flat_map(|kernels| kernels.mutants).map(|mutant| (mutant.name, mutant.gate, mutant.arm)).collect()
+/// The mutants of an operation's kernels; none where there are no kernels.
+pub fn mutants(stem: &str) -> &'static [Mutant] {
+    catalogue().iter().find(|kernels| kernels.stem == stem).map_or(&[], |kernels| kernels.mutants)
 }
 
 /// Runs a plan on one backend.
@@ -206,17 +205,17 @@ where
     R: Engine,
     O: OperationOn<Device<R>> + OperationOn<Reference<f64>>,
 {
-    let planted = plan.mutant.map(|name| mutants(O::STEM).into_iter().find(|(known, ..)| *known == name));
+    let planted = plan.mutant.map(|name| mutants(O::STEM).iter().find(|mutant| mutant.name == name));
     if planted == Some(None) {
         return;
     }
     let planted = planted.flatten();
     for &precision in precisions::<O>(plan) {
         for &arm in plan.arms {
-            if planted.is_some_and(|(_, _, of)| of != arm) {
+            if planted.is_some_and(|mutant| mutant.arm != arm) {
                 continue;
             }
-            let setting = Setting::new(arm, precision, planted.map(|(name, ..)| name));
+            let setting = Setting::new(arm, precision, planted.map(|mutant| mutant.name));
             let mut evidence = Evidence::default();
             for &gate in plan.gates {
                 // Mutants name their own arm, so all of them bite in one line; a planted one has nothing to bite.
@@ -329,7 +328,7 @@ where
     O: OperationOn<Device<R>> + OperationOn<Reference<f64>>,
 {
     let context = Context { stop_at_first: true, random_cases: 0, ..context.clone() };
-    let mutants = catalogue().iter().find(|k| k.stem == O::STEM).map_or(&[][..], |k| k.mutants);
+    let mutants = mutants(O::STEM);
     if mutants.is_empty() {
         return Outcome::not_applicable("no mutants in these kernels");
     }
@@ -411,7 +410,8 @@ mod tests {
 
     #[test]
     fn mutants_of_kernels_are_known_by_name() {
-        assert!(mutants("rms_norm").contains(&("mean-dropped", "diff", Arm::Fused)));
+        let known = Mutant { name: "mean-dropped", gate: "diff", arm: Arm::Fused };
+        assert!(mutants("rms_norm").contains(&known));
         assert_eq!(mutants("no such"), []);
     }
 }

@@ -347,16 +347,16 @@ impl Visitor for Walk<'_> {
                 println!("{}\t{}\t{}\tcpu", O::STEM, plant.name(), caught_by(&plant).word());
             }
             #[cfg(feature = "devices")]
-            for (name, gate, arm) in devices::mutants(O::STEM) {
-                let gate = if name.starts_with("null") { "none" } else { gate };
-                println!("{}\t{name}\t{gate}\t{} {arm}", O::STEM, devices::WORDS.join(","));
+            for mutant in devices::mutants(O::STEM) {
+                let gate = if mutant.is_null() { "none" } else { mutant.gate };
+                println!("{}\t{}\t{gate}\t{} {}", O::STEM, mutant.name, devices::WORDS.join(","), mutant.arm);
             }
             return;
         }
         let runner = OnBackend::new(Reference::<f64>::new);
         if let Some(name) = &self.args.mutant {
             #[cfg(feature = "devices")]
-            if devices::mutants(O::STEM).iter().any(|(known, ..)| known == name) {
+            if devices::mutants(O::STEM).iter().any(|mutant| mutant.name == name) {
                 self.planted = true;
             }
             let Some(plant) = plants::<O>().into_iter().find(|p| p.name() == *name) else { return };

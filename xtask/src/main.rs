@@ -33,6 +33,9 @@ struct Args {
 enum Task {
     /// Run every test of the workspace (with nextest where it is installed), then the ladder of gates.
     Test {
+        /// Backends whose gates must run, for those machines that have them.
+        #[arg(long, default_value = "cpu")]
+        require: String,
         /// Passed to the test runner, such as a name to filter by; the gates then do not run.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         rest: Vec<String>,
@@ -99,12 +102,12 @@ impl std::error::Error for Failed {}
 fn run(task: Task) -> Result<()> {
     let root = root();
     match task {
-        Task::Test { rest } => {
+        Task::Test { require, rest } => {
             let totals = test(&root, &rest)?;
             if !rest.is_empty() {
                 return Ok(());
             }
-            gate(&root, &["--require", "cpu"])?;
+            gate(&root, &["--require", &require])?;
             bites(&root)?;
             println!("{totals}");
             Ok(())
@@ -116,7 +119,7 @@ fn run(task: Task) -> Result<()> {
         Task::Receipts { task } => receipts::run(&root, &task),
         Task::Tidy => tidy::check(&root),
         Task::Lint => lint(&root),
-        Task::Ci => lint(&root).and_then(|()| run(Task::Test { rest: Vec::new() })),
+        Task::Ci => lint(&root).and_then(|()| run(Task::Test { require: "cpu".to_owned(), rest: Vec::new() })),
     }
 }
 
@@ -242,4 +245,23 @@ fn lint(root: &Path) -> Result<()> {
     must(cargo(root).args(["clippy", "--workspace", "--all-targets", "--locked", "--", "-D", "warnings"]))?;
     step("docs");
     must(cargo(root).args(["doc", "--workspace", "--no-deps", "--quiet"]).env("RUSTDOCFLAGS", "-D warnings"))
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::{Args, Task};
+
+    #[test]
+    fn required_backends_are_no_words_for_the_test_runner() {
+        let parse = |words: &[&str]| match Args::try_parse_from(words).unwrap().task {
+            Task::Test { require, rest } => (require, rest),
+            _ => panic!("{words:?} is another task"),
+        };
+        assert_eq!(parse(&["xtask", "test"]), ("cpu".to_owned(), vec![]));
+        assert_eq!(parse(&["xtask", "test", "--require", "cpu,lavapipe"]), ("cpu,lavapipe".to_owned(), vec![]));
+        let named = ["--no-capture".to_owned(), "kda".to_owned()];
+        assert_eq!(parse(&["xtask", "test", "--no-capture", "kda"]), ("cpu".to_owned(), named.to_vec()));
+    }
 }

@@ -121,7 +121,7 @@ fn exact(config: &Config) -> Config {
 }
 
 /// A batch of letters.
-fn letters(config: &Config, step: u64) -> Batch {
+pub(crate) fn letters(config: &Config, step: u64) -> Batch {
     use rand::RngExt;
     let (rows, len) = (config.train.batch_rows, config.data.seq_bytes);
     let bytes = (0..rows).flat_map(|row| {

@@ -6,6 +6,7 @@ use rand::RngExt;
 use rand_distr::StandardNormal;
 
 use super::*;
+use crate::check::letters as batch;
 use crate::config::preset;
 
 /// `tiny` with a batch small enough for many runs: odd length, several rows.
@@ -14,15 +15,6 @@ fn tiny(rows: usize, seq_bytes: usize) -> Config {
     config.train.batch_rows = rows;
     config.data.seq_bytes = seq_bytes;
     config
-}
-
-fn batch(config: &Config, step: u64) -> Batch {
-    let (rows, len) = (config.train.batch_rows, config.data.seq_bytes);
-    let bytes = (0..rows).flat_map(|row| {
-        let mut rng = stream(9, Purpose::Test, step, row as u64);
-        (0..=len).map(move |_| rng.random_range(97..123u8))
-    });
-    Batch { step, rows, len, bytes: bytes.collect() }
 }
 
 fn learner<T: dormouse_reference::Scalar>(config: &Config) -> ModelLearner<Reference<T>>
