@@ -169,12 +169,12 @@ fn dstate_kernel(
     for turn in 0..chunks + 1 {
         if turn > 0 {
             sync_cube();
-            tile::put(&next_query, &mut query, by_channel);
-            tile::put(&next_erase, &mut erase, by_channel);
-            tile::put(&next_write, &mut write, by_channel);
-            tile::put(&next_p, &mut p_tile, by_pair);
-            tile::put(&next_t, &mut t_tile, by_pair);
-            tile::put(&next_decay, &mut decay, one_row);
+            tile::put(&next_query, &mut query, 0usize, by_channel);
+            tile::put(&next_erase, &mut erase, 0usize, by_channel);
+            tile::put(&next_write, &mut write, 0usize, by_channel);
+            tile::put(&next_p, &mut p_tile, 0usize, by_pair);
+            tile::put(&next_t, &mut t_tile, 0usize, by_pair);
+            tile::put(&next_decay, &mut decay, 0usize, one_row);
             #[unroll]
             for e in 0..comptime!(product.elements()) {
                 upstream[tile::row(e, product) * stride + tile::column(e, product)] = next_upstream[e];

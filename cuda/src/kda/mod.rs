@@ -323,7 +323,8 @@ fn token_at(chain: usize, t: usize, time: usize, heads: usize, width: usize) -> 
     (((chain / heads) * time + t) * heads + chain % heads) * width
 }
 
-/// `x[at]`, or zero where there is nothing.
+/// `x[at]`, or zero where there is nothing. Reads of several elements should all go to registers before the first is
+/// used, else each waits for the one before.
 #[cube]
 fn load_or_zero(x: &Floats, at: usize, alive: bool) -> f32 {
     let mut loaded = 0.0f32;

@@ -5,13 +5,15 @@
 //! Qt_i = q_i e^{G_i}               Rt_i = beta_i k_i e^{G_i}               Kb_j = k_j e^{G_n - G_j}
 //! ```
 //!
-//! A cube is a chunk of a chain, a unit is a pair (x, y) of its tokens: for y <= x it computes P_xy, otherwise L_yx, so
-//! that all of them have work. Channels are taken `BLOCK` at a time.
+//! A cube is a chunk of a chain. Channels are taken a block at a time, and twice: first a unit is one channel of half the
+//! chunk and keeps its gates in registers, then a unit is one or more pairs (x, y) of tokens. For y <= x a pair stands for
+//! P_xy, otherwise for L_yx, so that all of them have work.
 //!
 //! e^{G_i - G_j} is the product of a factor of i and one of j. Two positions belong to the level of the highest bit they
-//! differ in; there they lie on either side of an anchor m, a multiple of the level's size, and the factors are e^{G_i -
-//! G_m} and e^{G_m - G_j}. Each is the exponential of a sum of g over the tokens between, so at most 1. See
-//! `docs/kda.md` section 7. The rows are multiplied by their factors once a level, before the pairs are summed.
+//! differ in; there i lies in the second half of a block and j in the first, and with the anchor at the last position of
+//! the first half the factors are e^{sum of g from the second half on up to i} and e^{sum of g behind j up to the first
+//! half's end}, both at most 1. See `docs/kda.md` section 7. The rows are multiplied by their factors once a level,
+//! before the pairs are summed.
 //!
 //! T is found column by column with forward substitution, x_i = [i = j] - sum_{m<i} L_im x_m, by one unit a column.
 //!
@@ -20,29 +22,61 @@
 use cubecl::prelude::*;
 use dormouse_reference::Result;
 
-use super::{CHUNK, Call, bytes, load_or_zero, tile, token_at};
+use super::{CHUNK, Call, bytes, load_or_zero, token_at, widest};
 use crate::device::Device;
 use crate::launch::Grid;
 use crate::runtime::Engine;
 use crate::tensor::{Floats, Tensor};
 
-/// Channels that a cube looks at at a time.
-const BLOCK: usize = CHUNK;
-
-/// From one token to the next in shared memory.
-const STRIDE: usize = BLOCK + 1;
+/// Tokens that a unit looks after in its channel.
+const HALF: usize = CHUNK / 2;
 
 /// Levels of a chunk: 1, 2, 4, 8.
 const LEVELS: usize = CHUNK.trailing_zeros() as usize;
 
-/// One block of channels of all tokens.
-const SLICE: usize = CHUNK * STRIDE;
+/// Units of a cube: two a channel of the widest block.
+const UNITS: usize = 128;
 
-/// Where keys lie behind queries: a slice for every level, and one without factors.
-const KEYS: usize = (LEVELS + 1) * SLICE;
+/// From one row to the next in a square of pairs.
+const SQUARE: usize = CHUNK + 1;
 
-/// Units of a cube: one a pair.
-const UNITS: usize = CHUNK * CHUNK;
+/// What the kernel is compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Plan {
+    /// Channels of a block.
+    channels: usize,
+    /// Whether loops over a chunk's tokens are unrolled, so that their arrays are registers. The software driver takes
+    /// half a minute to compile them.
+    unroll: bool,
+}
+
+impl Plan {
+    fn new<R: Engine>(b: &Device<R>, kernel: &'static str, key: usize) -> Result<Self> {
+        let plan = |channels| Self { channels, unroll: b.matrix_units() };
+        let widths: Vec<usize> = [64, 32, 16].into_iter().filter(|&width| width == 16 || width / 2 < key).collect();
+        widest(b, kernel, &widths, |channels| plan(channels).bytes()).map(plan)
+    }
+
+    /// Bytes of shared memory of a cube: queries and keys, L, and beta.
+    fn bytes(self) -> usize {
+        4 * (2 * self.keys() + CHUNK * SQUARE + CHUNK)
+    }
+
+    /// From one token to the next; odd, so that the rows of pairs meet in few banks.
+    const fn stride(self) -> usize {
+        self.channels + 1
+    }
+
+    /// A block of channels of all tokens.
+    const fn slice(self) -> usize {
+        CHUNK * self.stride()
+    }
+
+    /// Where keys lie behind queries: a slice for every level, and one without factors.
+    const fn keys(self) -> usize {
+        (LEVELS + 1) * self.slice()
+    }
+}
 
 /// What a chunk brings to the state. In a short last chunk the rows without a token are those of a token that is all
 /// zeros.
@@ -69,6 +103,7 @@ impl Chunks {
 
 /// Computes them.
 pub(super) fn launch<R: Engine>(b: &Device<R>, call: &Call<'_>) -> Result<Chunks> {
+    const NAME: &str = "kda::prep";
     let Call { inputs, sizes, .. } = call;
     let cubes = sizes.chains() * sizes.chunks();
     let pairs = || b.float_scratch(&[cubes, CHUNK, CHUNK]);
@@ -83,16 +118,17 @@ pub(super) fn launch<R: Engine>(b: &Device<R>, call: &Call<'_>) -> Result<Chunks
     };
     let mut uses = vec![inputs.q, inputs.k, inputs.g, inputs.beta];
     uses.extend(chunks.tensors());
+    let plan = Plan::new(b, NAME, sizes.key)?;
     let mutant = super::mutant(b, 1..=1);
     let grid = Grid::cubes(cubes, UNITS as u32);
-    b.launch("kda::prep", grid, bytes(uses.iter().copied()), &uses, |client, count, dim| {
+    b.launch(NAME, grid, bytes(uses.iter().copied()), &uses, |client, count, dim| {
         let [p, t, reads, erases, writes, through] = chunks.tensors().map(|t| b.floats(t));
         let (q, k, g, beta) = (b.floats(inputs.q), b.floats(inputs.k), b.floats(inputs.g), b.floats(inputs.beta));
         let (cubes, time, heads, key) = (cubes as u32, sizes.time, sizes.heads, sizes.key);
         // SAFETY: shapes were checked by the caller; tokens and channels that do not exist are not touched.
         unsafe {
             prep_kernel::launch_unchecked::<R>(
-                client, count, dim, q, k, g, beta, p, t, reads, erases, writes, through, cubes, time, heads, key,
+                client, count, dim, q, k, g, beta, p, t, reads, erases, writes, through, cubes, time, heads, key, plan,
                 mutant,
             )
         }
@@ -117,6 +153,7 @@ fn prep_kernel(
     time: usize,
     heads: usize,
     key: usize,
+    #[comptime] plan: Plan,
     #[comptime] mutant: u32,
 ) {
     let cube = CUBE_POS;
@@ -124,130 +161,182 @@ fn prep_kernel(
         terminate!();
     }
     let size = comptime!(CHUNK);
-    let width = comptime!(BLOCK);
-    let stride = comptime!(STRIDE);
-    let slice = comptime!(SLICE);
-    let square = comptime!(CHUNK + 1);
+    let half = comptime!(HALF);
+    let square = comptime!(SQUARE);
+    let stride = comptime!(plan.stride());
+    let slice = comptime!(plan.slice());
+    let channels = plan.channels;
     let unit = UNIT_POS as usize;
     let chunks = time.div_ceil(size);
     let chain = cube / chunks;
     let start = cube % chunks * size;
-    // As a loader this unit is token x and channel y of a block, as a worker the pair (x, y).
-    let x = unit / size;
-    let y = unit % size;
-    let alive = start + x < time;
-    let at = token_at(chain, start + x, time, heads, key);
-    let out_row = (cube * size + x) * key;
 
     // Queries, then keys.
-    let mut scaled = SharedMemory::<f32>::new(comptime!(2 * KEYS));
-    let mut gate = SharedMemory::<f32>::new(comptime!(SLICE));
+    let mut scaled = SharedMemory::<f32>::new(comptime!(2 * plan.keys()));
     let mut strength = SharedMemory::<f32>::new(size);
-    let mut lower = SharedMemory::<f32>::new(comptime!(CHUNK * (CHUNK + 1)));
-    let mut inverse = SharedMemory::<f32>::new(comptime!(CHUNK * (CHUNK + 1)));
+    let mut lower = SharedMemory::<f32>::new(comptime!(CHUNK * SQUARE));
     if unit < size {
         let there = start + unit < time;
         strength[unit] = load_or_zero(beta, token_at(chain, start + unit, time, heads, 1usize), there);
     }
 
-    // The level of the highest bit that x and y differ in; a token paired with itself has decay 1, whatever g.
-    let mut level = comptime!(LEVELS).runtime();
+    let pairs = comptime!(CHUNK * CHUNK / UNITS);
+    let y = unit % size;
+    let mut sums = Array::<f32>::new(pairs);
+    let mut sink_at = Array::<usize>::new(pairs);
+    let mut source_at = Array::<usize>::new(pairs);
     #[unroll]
-    for n in 0..comptime!(LEVELS) {
-        if x / comptime!(1usize << n) != y / comptime!(1usize << n) {
-            level = comptime!(n).runtime();
-        }
-    }
-    let sink_of = select(y <= x, 0usize, comptime!(KEYS).runtime());
-    let sink_at = sink_of + level * slice + x.max(y) * stride;
-    let source_at = comptime!(KEYS) + level * slice + x.min(y) * stride;
-    let mut sum = 0.0f32;
-    for block in 0..key.div_ceil(width) {
-        let c = block * width + y;
-        let there = alive && c < key;
-        let query = load_or_zero(q, at + c, there);
-        let keys = load_or_zero(k, at + c, there);
-        sync_cube();
-        gate[x * stride + y] = load_or_zero(g, at + c, there);
-        sync_cube();
-        let here = x * stride + y;
+    for n in 0..pairs {
+        let x = unit / size + comptime!(n * UNITS / CHUNK);
+        // The level of the highest bit that x and y differ in; a token paired with itself has decay 1, whatever g.
+        let mut level = comptime!(LEVELS).runtime();
         #[unroll]
-        for n in 0..comptime!(LEVELS) {
-            let factor = from_anchor(&gate, y, x, comptime!(1usize << n).runtime(), stride).exp();
-            scaled[comptime!(n * SLICE) + here] = query * factor;
-            scaled[comptime!(KEYS + n * SLICE) + here] = keys * factor;
+        for bit in 0..comptime!(LEVELS) {
+            if x / comptime!(1usize << bit) != y / comptime!(1usize << bit) {
+                level = comptime!(bit).runtime();
+            }
         }
-        scaled[comptime!(LEVELS * SLICE) + here] = query;
-        scaled[comptime!(KEYS + LEVELS * SLICE) + here] = keys;
-        if c < key {
-            let from_entry = tile::decay(&gate, 0usize, x + 1, y, stride);
-            let to_end = tile::decay(&gate, x + 1, size, y, stride);
-            reads.set(out_row + c, query * from_entry);
-            erases.set(out_row + c, strength[x] * keys * from_entry);
-            writes.set(out_row + c, keys * to_end);
-            if x == size - 1 {
-                through.set(cube * key + c, from_entry);
+        let kind = select(y <= x, 0usize, comptime!(plan.keys()).runtime());
+        sink_at[n] = kind + level * slice + x.max(y) * stride;
+        source_at[n] = comptime!(plan.keys()) + level * slice + x.min(y) * stride;
+        sums[n] = 0.0f32;
+    }
+
+    let mut queries = Array::<f32>::new(half);
+    let mut keys = Array::<f32>::new(half);
+    let mut gates = Array::<f32>::new(half);
+    let mut others = Array::<f32>::new(half);
+    let upper = unit / channels == 1;
+    let first = unit / channels * half;
+    let tile_at = first * stride + unit % channels;
+    let step = heads * key;
+    for block in 0..key.div_ceil(channels) {
+        let channel = block * channels + unit % channels;
+        sync_cube();
+        if first < size {
+            let mut live = ((time - start).max(first) - first).min(half);
+            let other = half - first;
+            let mut other_live = ((time - start).max(other) - other).min(half);
+            if channel >= key {
+                live = 0usize;
+                other_live = 0usize;
+            }
+            let chunk_at = token_at(chain, start, time, heads, key) + channel;
+            let at = chunk_at + first * step;
+            #[unroll(plan.unroll)]
+            for i in 0..half {
+                queries[i] = load_or_zero(q, at + i * step, i < live);
+                keys[i] = load_or_zero(k, at + i * step, i < live);
+                gates[i] = load_or_zero(g, at + i * step, i < live);
+                others[i] = load_or_zero(g, chunk_at + (other + i) * step, i < other_live);
+            }
+            let mut other_gates = 0.0f32;
+            #[unroll(plan.unroll)]
+            for i in 0..half {
+                other_gates += others[i];
+            }
+            let out = (cube * size + first) * key + channel;
+            let mut from_entry = select(upper, other_gates, 0.0f32);
+            #[unroll(plan.unroll)]
+            for i in 0..half {
+                from_entry += gates[i];
+                let mut to_end = 0.0f32;
+                #[unroll(plan.unroll)]
+                for n in 0..half {
+                    if n > i {
+                        to_end += gates[n];
+                    }
+                }
+                if !upper {
+                    to_end += other_gates;
+                }
+                let here = tile_at + i * stride;
+                #[unroll]
+                for level in 0..comptime!(LEVELS) {
+                    let factor = from_border(&gates, i, upper, level, plan).exp();
+                    scaled[level * slice + here] = queries[i] * factor;
+                    scaled[comptime!(plan.keys()) + level * slice + here] = keys[i] * factor;
+                }
+                scaled[comptime!(LEVELS * plan.slice()) + here] = queries[i];
+                scaled[comptime!(plan.keys() + LEVELS * plan.slice()) + here] = keys[i];
+                if channel < key {
+                    let decay = from_entry.exp();
+                    reads.set(out + i * key, queries[i] * decay);
+                    erases.set(out + i * key, strength[first + i] * keys[i] * decay);
+                    writes.set(out + i * key, keys[i] * to_end.exp());
+                }
+            }
+            if upper && channel < key {
+                through.set(cube * key + channel, from_entry.exp());
             }
         }
         sync_cube();
-        for c in 0..width {
-            sum += scaled[sink_at + c] * scaled[source_at + c];
+        let many = (key - block * channels).min(channels);
+        #[unroll]
+        for n in 0..pairs {
+            let mut sum = sums[n];
+            for c in 0..many {
+                sum += scaled[sink_at[n] + c] * scaled[source_at[n] + c];
+            }
+            sums[n] = sum;
         }
     }
     let out = cube * comptime!(CHUNK * CHUNK);
-    if y <= x {
-        p.set(out + x * size + y, sum);
-    } else {
-        let mut entry = strength[y] * sum;
-        if comptime!(mutant == 1) {
-            entry = sum;
+    #[unroll]
+    for n in 0..pairs {
+        let x = unit / size + comptime!(n * UNITS / CHUNK);
+        if y <= x {
+            p.set(out + x * size + y, sums[n]);
+        } else {
+            let mut entry = strength[y] * sums[n];
+            if comptime!(mutant == 1) {
+                entry = sums[n];
+            }
+            lower[y * square + x] = entry;
+            p.set(out + x * size + y, 0.0f32);
         }
-        lower[y * square + x] = entry;
-        p.set(out + x * size + y, 0.0f32);
     }
     sync_cube();
     if unit < size {
+        let mut column = Array::<f32>::new(size);
+        #[unroll(plan.unroll)]
         for i in 0..size {
-            let mut solved = 0.0f32;
-            if i == unit {
-                solved = 1.0f32;
+            let mut solved = select(i == unit, 1.0f32, 0.0f32);
+            #[unroll(plan.unroll)]
+            for m in 0..size {
+                if m < i {
+                    solved -= lower[i * square + m] * column[m];
+                }
             }
-            for m in unit..i {
-                solved -= lower[i * square + m] * inverse[m * square + unit];
-            }
-            inverse[i * square + unit] = solved;
+            // Above the diagonal there is nothing, whatever L is.
+            column[i] = select(i < unit, 0.0f32, solved);
+            t.set(out + i * size + unit, column[i]);
         }
     }
-    sync_cube();
-    let mut entry = 0.0f32;
-    if y <= x {
-        entry = inverse[x * square + y];
-    }
-    t.set(out + x * size + y, entry);
 }
 
-/// The sum of g between position `i` and the anchor of its block at the level of blocks of `size` tokens.
+/// The sum of g between token `i` of this unit's half and the border in the middle of its block at a level.
 ///
-/// Where i is a row (its bit of the level is set) the anchor m is its block's first position and the sum is over m+1..=i.
-/// Where it is a column the anchor is the first position of the next block and the sum is over i+1..=m.
+/// The block's second half are rows, whose sum begins behind the border; the first half are columns, whose sum begins
+/// behind their token.
 #[cube]
-pub(crate) fn from_anchor(
-    gate: &SharedMemory<f32>,
-    channel: usize,
-    i: usize,
-    size: usize,
-    #[comptime] stride: usize,
-) -> f32 {
+fn from_border(gates: &Array<f32>, i: usize, upper: bool, #[comptime] level: usize, #[comptime] plan: Plan) -> f32 {
+    let size = comptime!(1usize << level);
     let first = i / size * size;
-    let mut from = i + 1;
-    let mut to = first + size + 1;
-    if (i / size) % 2 == 1 {
-        from = first + 1;
-        to = i + 1;
+    let mut is_row = i / size % 2 == 1;
+    if comptime!(size == HALF) {
+        is_row = upper;
     }
-    let mut sum = 0.0f32;
-    for n in from..to {
-        sum += gate[n * stride + channel];
+    let mut row = 0.0f32;
+    let mut column = 0.0f32;
+    #[unroll(plan.unroll)]
+    for n in 0..comptime!(HALF) {
+        if n >= first && n <= i {
+            row += gates[n];
+        }
+        if n > i && n < first + size {
+            column += gates[n];
+        }
     }
-    sum
+    select(is_row, row, column)
 }

@@ -3,7 +3,8 @@
 //! All matrix products of the fused kernels go through [`multiply_add`], and all knowledge of which unit holds which
 //! element through [`row`] and [`column`]. [`Math`] decides how they work:
 //!
-//! - `Full`: a unit holds neighbouring rows of one column and multiplies in f32.
+//! - `Full`: a unit holds four neighbouring rows of one or more columns and multiplies in f32, so that what it reads of
+//!   one factor serves several products.
 //! - `Tf32` and `Bf16`: operands are rounded, sums stay f32. Results lie as the matrix units of an NVIDIA GPU want them
 //!   (PTX `mma.m16n8k8` and `m16n8k16`): 32 units share 16 rows of 8 columns, each holds two neighbouring columns of two
 //!   rows. On CUDA the matrix units multiply. Elsewhere each unit computes the same elements from operands that it has
@@ -41,7 +42,7 @@ impl Math {
 /// Units that hold one fragment together.
 const LANES: usize = 32;
 
-/// Rows and columns of a fragment, and its elements a unit.
+/// Rows and columns of a fragment, and its elements a unit: in full precision the rows of a unit.
 const ROWS: usize = 16;
 const COLUMNS: usize = 8;
 const HELD: usize = ROWS * COLUMNS / LANES;
@@ -56,17 +57,23 @@ pub(crate) struct Tile {
 }
 
 impl Tile {
-    /// Elements that a unit holds. The units must divide the tile evenly: in full precision a column's rows, otherwise
-    /// the fragments of a row of fragments.
+    /// Elements that a unit holds. The units must divide the tile evenly: in full precision blocks of four rows by some
+    /// columns, otherwise the fragments of a row of fragments.
     pub const fn elements(self) -> usize {
         let elements = self.rows * self.columns / self.units;
         if self.math.fragments() {
             assert!(self.units.is_multiple_of(LANES) && elements.is_multiple_of(HELD));
             assert!((self.columns / COLUMNS).is_multiple_of(elements / HELD));
         } else {
-            assert!(self.units.is_multiple_of(self.columns) && (self.rows * self.columns).is_multiple_of(self.units));
+            assert!(elements.is_multiple_of(HELD) && self.columns.is_multiple_of(elements / HELD));
+            assert!(self.units.is_multiple_of(self.columns / (elements / HELD)));
         }
         elements
+    }
+
+    /// In full precision, from one column of a unit to the next.
+    const fn apart(self) -> usize {
+        self.columns / (self.elements() / HELD)
     }
 
     /// Fragments of 32 units.
@@ -98,7 +105,7 @@ pub(crate) fn row(#[comptime] e: usize, #[comptime] tile: Tile) -> usize {
     if comptime!(tile.math.fragments()) {
         fragment_row(tile) + UNIT_POS as usize % comptime!(LANES) / 4 + comptime!(e % HELD / 2 * 8)
     } else {
-        UNIT_POS as usize / comptime!(tile.columns) * comptime!(tile.elements()) + comptime!(e)
+        UNIT_POS as usize / comptime!(tile.apart()) * comptime!(HELD) + comptime!(e % HELD)
     }
 }
 
@@ -108,7 +115,7 @@ pub(crate) fn column(#[comptime] e: usize, #[comptime] tile: Tile) -> usize {
     if comptime!(tile.math.fragments()) {
         fragment_column(tile) + UNIT_POS as usize % 4 * 2 + comptime!(e / HELD * COLUMNS + e % 2)
     } else {
-        UNIT_POS as usize % comptime!(tile.columns)
+        UNIT_POS as usize % comptime!(tile.apart()) + comptime!(e / HELD * tile.apart())
     }
 }
 
@@ -186,10 +193,18 @@ fn by_f32(
     #[comptime] factors: Factors,
     #[comptime] tile: Tile,
 ) {
-    let y = b[b_at + n * comptime!(factors.b.first)];
+    let mut x = Array::<f32>::new(comptime!(HELD));
     #[unroll]
-    for e in 0..comptime!(tile.elements()) {
-        sum[e] += a[a_at + comptime!(e * factors.a.first) + n * comptime!(factors.a.second)] * y;
+    for e in 0..comptime!(HELD) {
+        x[e] = a[a_at + comptime!(e * factors.a.first) + n * comptime!(factors.a.second)];
+    }
+    #[unroll]
+    for f in 0..comptime!(tile.elements() / HELD) {
+        let y = b[b_at + comptime!(f * tile.apart() * factors.b.second) + n * comptime!(factors.b.first)];
+        #[unroll]
+        for e in 0..comptime!(HELD) {
+            sum[comptime!(f * HELD + e)] += x[e] * y;
+        }
     }
 }
 
@@ -363,15 +378,17 @@ pub(crate) fn load(
     width: usize,
     #[comptime] part: Part,
 ) {
+    // All loads are on their way before the first is waited for.
+    let mut loaded = Array::<f32>::new(comptime!(part.per_unit()));
+    #[unroll]
     for n in 0..comptime!(part.per_unit()) {
         let i = part_row(n, part);
         let c = part_column(n, part);
-        if i < comptime!(part.rows) {
-            let there = start + i < time && first + c < width;
-            let at = token_at(chain, start + i, time, heads, width) + first + c;
-            into[into_at + i * comptime!(part.stride) + c] = load_or_zero(x, at, there);
-        }
+        let there = i < comptime!(part.rows) && start + i < time && first + c < width;
+        let at = token_at(chain, start + i, time, heads, width) + first + c;
+        loaded[n] = load_or_zero(x, at, there);
     }
+    put(&loaded, into, into_at, part);
 }
 
 /// A tile in shared memory, dealt out to the units element by element for work that is no product.
@@ -388,6 +405,11 @@ impl Part {
     /// Elements of a unit, rounded up: rows past the last are to be skipped.
     pub const fn per_unit(self) -> usize {
         (self.rows * self.columns).div_ceil(self.units)
+    }
+
+    /// Whether every unit has as many elements.
+    pub const fn even(self) -> bool {
+        (self.rows * self.columns).is_multiple_of(self.units)
     }
 
     /// Elements that the tile takes.
@@ -436,14 +458,14 @@ pub(crate) fn fetch(x: &Floats, ahead: &mut Array<f32>, at: usize, width: usize,
     }
 }
 
-/// Writes what [`fetch`] has read to shared memory.
+/// Writes what a unit has read of a tile to shared memory, from `into_at` on.
 #[cube]
-pub(crate) fn put(ahead: &Array<f32>, into: &mut SharedMemory<f32>, #[comptime] part: Part) {
+pub(crate) fn put(ahead: &Array<f32>, into: &mut SharedMemory<f32>, into_at: usize, #[comptime] part: Part) {
     #[unroll]
     for n in 0..comptime!(part.per_unit()) {
         let i = part_row(n, part);
-        if i < comptime!(part.rows) {
-            into[i * comptime!(part.stride) + part_column(n, part)] = ahead[n];
+        if comptime!(part.even()) || i < comptime!(part.rows) {
+            into[into_at + i * comptime!(part.stride) + part_column(n, part)] = ahead[n];
         }
     }
 }
@@ -462,15 +484,15 @@ pub(crate) fn load_state(
     value: usize,
     #[comptime] part: Part,
 ) {
+    let mut loaded = Array::<f32>::new(comptime!(part.per_unit()));
+    #[unroll]
     for n in 0..comptime!(part.per_unit()) {
         let r = part_row(n, part);
         let c = first_row + r;
         let j = first_column + part_column(n, part);
-        if r < comptime!(part.rows) {
-            let loaded = load_or_zero(x, at + c * value + j, c < key && j < value);
-            into[into_at + r * comptime!(part.stride) + part_column(n, part)] = loaded;
-        }
+        loaded[n] = load_or_zero(x, at + c * value + j, r < comptime!(part.rows) && c < key && j < value);
     }
+    put(&loaded, into, into_at, part);
 }
 
 /// Sets a state to zero.
