@@ -236,9 +236,13 @@ mod tests {
         let of = |ran: &'static str, calls: u64| {
             let mut asked = Asked::default();
             for _ in 0..10 {
-                asked.note(&TRAIN, &[Ask { stem: "retract_all", forward: 1, backward: 0 }]);
+                // Steps with a gradient are training.
+                asked.note(&TRAIN, &[KDA[0], Ask { stem: "retract_all", forward: 1, backward: 0 }]);
             }
             let mut ledger = Ledger::default();
+            for (pass, arm, count) in HEALTHY {
+                ledger.calls.insert(("kda", pass, arm), count);
+            }
             ledger.calls.insert((ran, Pass::Forward, Arm::Fused), calls);
             Engagement::new(&asked, &BTreeMap::from([("train", ledger)]), 0)
         };
