@@ -337,7 +337,7 @@ fn normalise<T: Scalar>(mut x: ArrayViewMut2<'_, T>) {
     }
     let columns = divisors(columns.mapv(Scalar::sqrt));
     for mut row in x.rows_mut() {
-        row.zip_mut_with(&columns, |x, &divisor| *x = *x / divisor);
+        row.zip_mut_with(&columns, |x, &divisor| *x /= divisor);
     }
     let rows = x.rows().into_iter().map(|row| norm_of(row.to_slice().expect("rows are contiguous")));
     let rows = divisors(rows.collect());
