@@ -294,8 +294,9 @@ impl<B: Backend + Witness> ModelLearner<B> {
         b.stage("sanitise and norm");
         let (o, table) = (&self.config.optimizer, &self.model.table);
         // An update of Muon has the same size whatever the norm is, so its gradients have no part in the clipping.
+        let everything = 0..table.len();
         let clip = match self.muon {
-            None => vec![0..table.len()],
+            None => vec![everything],
             Some(_) => [Group::Matrix, Group::Vector].into_iter().flat_map(|group| table.ranges(group)).collect(),
         };
         let config = sanitise::Config { max_norm: Some(o.clip_norm), clip, skips_allowed: SKIPS_ALLOWED };
