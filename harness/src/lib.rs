@@ -9,6 +9,7 @@
 //! | [`compare`] | the comparator, which is itself under test |
 //! | [`tolerance`] | the tolerances and where they come from |
 //! | [`draw`] | random inputs and value families |
+//! | [`svd`] | a singular value decomposition for oracles |
 //!
 //! `docs/verification.md` explains how to add an operation; `ops/rms_norm.rs` is the shortest complete example.
 
@@ -19,4 +20,5 @@ pub mod gates;
 pub mod named;
 pub mod ops;
 pub mod runner;
+pub mod svd;
 pub mod tolerance;

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::backend::{Facts, settle};
 use crate::cli::BenchArgs;
-use crate::config::{Config, ConfigError, resolve};
+use crate::config::{Config, ConfigError, Rule, resolve};
 use crate::data::Data;
 use crate::history::{self, COLD_STEPS, NONE, Row};
 use crate::host;
@@ -31,6 +31,8 @@ struct Measured {
     preset: String,
     batch: usize,
     seq: usize,
+    /// Muon's iterations; absent where AdamW moves everything.
+    ns: Option<usize>,
     retract_every: u64,
     graph: bool,
     step_to: u64,
@@ -151,6 +153,7 @@ fn measure(config: &Config, steps: u64, build: Build) -> Result<Measured> {
         preset: config.preset.clone(),
         batch: config.train.batch_rows,
         seq: config.data.seq_bytes,
+        ns: (config.optimizer.rule == Rule::Muon).then_some(config.optimizer.muon_iterations),
         retract_every: config.optimizer.retract_every_steps,
         graph: learner.witness().is_some_and(|witness| witness.captures() > 0),
         step_to: steps,
@@ -260,7 +263,7 @@ fn row(all: &[Measured], note: &str) -> Result<Row> {
         ("formats", "f32".to_owned()),
         ("arms", arms(&first.facts)),
         ("jepa", NONE.to_owned()),
-        ("ns", NONE.to_owned()),
+        ("ns", first.ns.map_or(NONE.to_owned(), |ns| ns.to_string())),
         ("retract_every", first.retract_every.to_string()),
         ("graph", first.graph.to_string()),
         ("processes", all.len().to_string()),

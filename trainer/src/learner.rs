@@ -6,27 +6,32 @@
 //! empties at log cadence. So a step is the same operations on the same memory every time, which is what a device
 //! needs to capture it once and replay it.
 
+mod update;
+
 use std::cell::RefCell;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use anyhow::{Context, Result, bail, ensure};
 use dormouse_reference::adamw::{self, Adamw};
+use dormouse_reference::muon;
 use dormouse_reference::record::Record;
 use dormouse_reference::retract::{self, Retract};
+use dormouse_reference::retract_all;
 use dormouse_reference::sanitise::{self, Sanitise};
-use dormouse_reference::{Backend, DType, Error, StepKey};
+use dormouse_reference::{Backend, DType, Error, StepKey, WholeBackend};
 use nalgebra::DMatrix;
 use ndarray::{Array2, ArrayD, ArrayView1, IxDyn, arr1};
 use rand::RngExt;
 
 use crate::backend::Facts;
 use crate::checkpoint::{State, Tensor, TensorData};
-use crate::config::{Config, ModelConfig};
+use crate::config::{Config, ModelConfig, Rule};
 use crate::data::Batch;
 use crate::instruments::{Ask, Asked, Engagement, Witness};
 use crate::model::{self, Ablation, Carry, Group, Model, Table, VOCABULARY};
 use crate::rng::{Purpose, stream};
 use crate::train::{Drift, Latch, Learner, Parameter, StepRecord};
+use update::{MuonPart, Own, WholeUpdate};
 
 /// Steps whose records the device holds until the host asks for them.
 const RING_STEPS: usize = 64;
@@ -51,6 +56,10 @@ pub struct ModelLearner<B: Backend> {
     /// What steps so far asked of the operations.
     asked: RefCell<Asked>,
     model: Model<B>,
+    /// The operations that not every backend has.
+    whole: Option<Box<dyn WholeUpdate<B>>>,
+    /// Muon, where the run has it. Its momentum lies in `m`, at the places of its parameters.
+    muon: Option<MuonPart<B>>,
     m: B::Tensor,
     v: B::Tensor,
     /// updates, skipped in all, skipped in this window, latched
@@ -83,9 +92,49 @@ pub struct ModelLearner<B: Backend> {
 const RECORD_TAIL: usize = 4;
 
 impl<B: Backend + Witness> ModelLearner<B> {
-    /// A learner with the initial weights of the run's seed.
+    /// A learner with the initial weights of the run's seed, on a backend that has all operations.
+    ///
+    /// # Errors
+    /// Whatever the backend says.
+    pub fn whole(b: B, config: &Config) -> Result<Self>
+    where
+        B: WholeBackend,
+    {
+        Self::with(b, config, Some(Box::new(Own)))
+    }
+
+    /// A learner with the initial weights of the run's seed. Retraction goes factor by factor.
+    ///
+    /// # Errors
+    /// The configuration wants an operation that not every backend has; whatever the backend says.
     pub fn new(b: B, config: &Config) -> Result<Self> {
-        let model = Model::new(&b, &config.model, |stem| b.arithmetic(stem, config.run.precision.precision()))?;
+        Self::with(b, config, None)
+    }
+
+    fn with(b: B, config: &Config, whole: Option<Box<dyn WholeUpdate<B>>>) -> Result<Self> {
+        let o = &config.optimizer;
+        ensure!(
+            o.rule == Rule::Adamw || whole.is_some(),
+            "optimizer.rule is muon, and {} has no kernels of it; give --backend cpu, or --set optimizer.rule=adamw",
+            b.name()
+        );
+        let mut model = Model::new(&b, &config.model, |stem| b.arithmetic(stem, config.run.precision.precision()))?;
+        model.table = model.table.grouped(o.rule);
+        ensure!(model.table.ranges(Group::Rows).is_empty(), "the learner has no rule for tables of rows");
+        let muon = match o.rule {
+            Rule::Adamw => None,
+            Rule::Muon => Some(MuonPart {
+                config: muon::Config {
+                    momentum: o.muon_momentum,
+                    iterations: o.muon_iterations,
+                    plus: true,
+                    batching: muon::Batching::Batched,
+                    matrices: model.table.muon(config.model.heads, o.weight_decay),
+                },
+                lr: b.persistent(&[1], b.float())?,
+                ratio: o.muon_lr / o.lr,
+            }),
+        };
         let mut hasher = DefaultHasher::new();
         config.to_toml().hash(&mut hasher);
         let parameters = model.table.len();
@@ -119,6 +168,8 @@ impl<B: Backend + Witness> ModelLearner<B> {
             asked: RefCell::default(),
             config: config.clone(),
             model,
+            whole,
+            muon,
             b,
         };
         learner.upload(&learner.model.params, &learner.model.table.initial(config.seed))?;
@@ -238,12 +289,17 @@ impl<B: Backend + Witness> ModelLearner<B> {
         }
     }
 
-    /// The update: norm and flags, AdamW, retraction, record. Reads nothing back.
+    /// The update: norm and flags, AdamW and Muon, retraction, record. Reads nothing back.
     fn update(&self, b: &B, retracts: bool) -> dormouse_reference::Result<()> {
         b.stage("sanitise and norm");
         let (o, table) = (&self.config.optimizer, &self.model.table);
-        let whole = 0..table.len();
-        let config = sanitise::Config { max_norm: Some(o.clip_norm), clip: vec![whole], skips_allowed: SKIPS_ALLOWED };
+        // An update of Muon has the same size whatever the norm is, so its gradients have no part in the clipping.
+        let everything = 0..table.len();
+        let clip = match self.muon {
+            None => vec![everything],
+            Some(_) => [Group::Matrix, Group::Vector].into_iter().flat_map(|group| table.ranges(group)).collect(),
+        };
+        let config = sanitise::Config { max_norm: Some(o.clip_norm), clip, skips_allowed: SKIPS_ALLOWED };
         let seen = Sanitise::update(b, &config, &self.model.grads, &self.losses, &self.counters)?;
         b.stage("optimiser");
         let groups = [(Group::Matrix, o.weight_decay), (Group::Vector, 0.0)];
@@ -261,18 +317,48 @@ impl<B: Backend + Witness> ModelLearner<B> {
                 updates: &b.view(&self.counters, 0, &[1])?,
             },
         )?;
+        if let (Some(part), Some(whole)) = (&self.muon, &self.whole) {
+            let state = muon::State { params: &self.model.params, grads: &self.model.grads, m: &self.m };
+            whole.muon(b, &part.config, state, muon::Scalars { lr: &part.lr, apply: &seen.apply })?;
+        }
         if retracts {
             b.stage("retraction");
-            let config = retract::Config { iterations: o.retract_iterations, power_iterations: POWER_ITERATIONS };
-            for (i, param) in table.params.iter().filter(|p| p.retracted).enumerate() {
-                let factor = b.view(&self.model.params, param.start, &param.shape)?;
-                let spread = Retract::update(b, &config, &factor, &seen.apply)?.spread;
-                b.keep(&spread, &b.view(&self.spreads, i, &[1])?)?;
-            }
+            self.retract(b, &seen.apply)?;
         }
         b.stage("reads");
         let record = [&self.losses, &seen.norm, &seen.nonfinite, &seen.scale, &seen.apply, &self.spreads];
         Record::update(b, &record, &self.step, &self.ring)
+    }
+
+    /// Brings all factors back to orthonormal columns: at once where the backend can, else one after another.
+    fn retract(&self, b: &B, apply: &B::Tensor) -> dormouse_reference::Result<()> {
+        let (iterations, power_iterations) = (self.config.optimizer.retract_iterations, POWER_ITERATIONS);
+        let factors = self.model.table.factors();
+        if let Some(whole) = &self.whole {
+            let config = retract_all::Config { iterations, power_iterations, factors };
+            let spreads = whole.retract_all(b, &config, &self.model.params, apply)?.spreads;
+            return b.keep(&spreads, &self.spreads);
+        }
+        let config = retract::Config { iterations, power_iterations };
+        for (i, factor) in factors.iter().enumerate() {
+            let factor = b.view(&self.model.params, factor.start, &factor.shape)?;
+            let spread = Retract::update(b, &config, &factor, apply)?.spread;
+            b.keep(&spread, &b.view(&self.spreads, i, &[1])?)?;
+        }
+        Ok(())
+    }
+
+    /// What the update of one step asks of the operations.
+    fn update_asks(&self, retracts: bool) -> Vec<Ask> {
+        let mut forward = vec![("sanitise", 1), ("adamw", 1), ("record", 1)];
+        if self.muon.is_some() {
+            forward.push(("muon", 1));
+        }
+        if retracts {
+            let factors = self.model.table.params.iter().filter(|p| p.retracted).count() as u64;
+            forward.push(if self.whole.is_some() { ("retract_all", 1) } else { ("retract", factors) });
+        }
+        forward.into_iter().map(|(stem, forward)| Ask { stem, forward, backward: 0 }).collect()
     }
 
     /// Moves the ring's unread rows into `drained`.
@@ -430,6 +516,9 @@ impl<B: Backend + Witness> Learner for ModelLearner<B> {
         self.b.stage("data");
         self.upload_batch(batch)?;
         self.upload(&self.lr, &[lr])?;
+        if let Some(part) = &self.muon {
+            self.upload(&part.lr, &[part.ratio * lr])?;
+        }
         self.upload(&self.step, &[(batch.step % RING_STEPS as u64) as f64])?;
         if batch.step.is_multiple_of(RING_STEPS as u64) && self.latched().is_none() {
             self.upload(&self.b.view(&self.counters, 2, &[1])?, &[0.0])?;
@@ -438,10 +527,7 @@ impl<B: Backend + Witness> Learner for ModelLearner<B> {
         let shape = [batch.rows, batch.len];
         let purpose = if retracts { "train" } else { "train without retraction" };
         let mut asks = self.asks(true, true);
-        let retracted = if retracts { self.model.table.params.iter().filter(|p| p.retracted).count() } else { 0 };
-        for (stem, forward) in [("sanitise", 1), ("adamw", 1), ("retract", retracted as u64), ("record", 1)] {
-            asks.push(Ask { stem, forward, backward: 0 });
-        }
+        asks.extend(self.update_asks(retracts));
         self.issue(&self.key(purpose, shape), &asks, &mut |b| {
             self.gradients(b)?;
             self.update(b, retracts)

@@ -120,10 +120,24 @@ pub struct TrainConfig {
     pub overfit_one_batch: bool,
 }
 
+/// What moves the matrices.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Rule {
+    /// AdamW moves every parameter.
+    #[default]
+    Adamw,
+    /// Muon+ moves the matrices that [`group_of`](crate::model::group_of) names, AdamW the rest.
+    Muon,
+}
+
 /// The update rule.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct OptimizerConfig {
+    /// What moves the matrices; runs from before there was a choice had AdamW.
+    #[serde(default)]
+    pub rule: Rule,
     /// Learning rate of the constant part of the schedule.
     pub lr: f64,
     /// Share of the run spent warming up.
@@ -146,6 +160,28 @@ pub struct OptimizerConfig {
     pub retract_every_steps: u64,
     /// Polar iterations a retraction.
     pub retract_iterations: usize,
+    /// Muon's learning rate in the constant part of the schedule.
+    #[serde(default = "muon_lr")]
+    pub muon_lr: f64,
+    /// How much of Muon's momentum stays.
+    #[serde(default = "muon_momentum")]
+    pub muon_momentum: f64,
+    /// Muon's Newton-Schulz iterations.
+    #[serde(default = "muon_iterations")]
+    pub muon_iterations: usize,
+}
+
+/// What Muon has in every preset, and in a configuration from before it was there.
+const fn muon_lr() -> f64 {
+    0.02
+}
+
+const fn muon_momentum() -> f64 {
+    0.95
+}
+
+const fn muon_iterations() -> usize {
+    8
 }
 
 /// What is reported, and when. Nothing here changes a weight.
@@ -228,6 +264,7 @@ impl Config {
             ("train.accumulate", self.train.accumulate as u64),
             ("optimizer.retract_every_steps", self.optimizer.retract_every_steps),
             ("optimizer.retract_iterations", self.optimizer.retract_iterations as u64),
+            ("optimizer.muon_iterations", self.optimizer.muon_iterations as u64),
             ("log.every_steps", self.log.every_steps),
             ("log.eval_every_steps", self.log.eval_every_steps),
             ("log.drift_every_steps", self.log.drift_every_steps),
@@ -253,6 +290,7 @@ impl Config {
             ("log.sample_bytes", self.log.sample_bytes, 1 << 20),
             ("train.batch_rows", self.train.batch_rows, 1 << 20),
             ("optimizer.retract_iterations", self.optimizer.retract_iterations, 100),
+            ("optimizer.muon_iterations", self.optimizer.muon_iterations, 100),
         ];
         for (key, value, most) in largest {
             if value > most {
@@ -267,6 +305,7 @@ impl Config {
         // The update computes in f32, where a larger number is infinite and a smaller one is zero.
         let single = [
             ("optimizer.lr", o.lr),
+            ("optimizer.muon_lr", o.muon_lr),
             ("optimizer.eps", o.eps),
             ("optimizer.weight_decay", o.weight_decay),
             ("optimizer.clip_norm", o.clip_norm),
@@ -280,6 +319,13 @@ impl Config {
         }
         let ranges = [
             ("optimizer.lr", o.lr, o.lr > 0.0 && o.lr.is_finite(), "above 0"),
+            ("optimizer.muon_lr", o.muon_lr, o.muon_lr > 0.0 && o.muon_lr.is_finite(), "above 0"),
+            (
+                "optimizer.muon_momentum",
+                o.muon_momentum,
+                (0.0..1.0).contains(&o.muon_momentum),
+                "from 0 up to but not including 1",
+            ),
             ("optimizer.eps", o.eps, o.eps > 0.0 && o.eps.is_finite(), "above 0"),
             ("optimizer.clip_norm", o.clip_norm, o.clip_norm > 0.0 && o.clip_norm.is_finite(), "above 0"),
             ("optimizer.beta1", o.beta1, (0.0..1.0).contains(&o.beta1), "from 0 up to but not including 1"),

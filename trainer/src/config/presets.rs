@@ -1,8 +1,8 @@
 //! The presets: complete configurations to start from.
 
 use super::{
-    Backend, CheckpointConfig, Config, ConfigError, DataConfig, LogConfig, ModelConfig, OptimizerConfig, RunConfig,
-    TrainConfig,
+    Backend, CheckpointConfig, Config, ConfigError, DataConfig, LogConfig, ModelConfig, OptimizerConfig, Rule,
+    RunConfig, TrainConfig, muon_iterations, muon_lr, muon_momentum,
 };
 
 /// Names of the presets, the default first.
@@ -35,6 +35,7 @@ fn nano() -> Config {
         data: DataConfig { path: None, eval_path: None, seq_bytes: 256, eval_windows: 64, eval_bytes: 512 },
         train: TrainConfig { total_steps: 900, batch_rows: 8, accumulate: 1, overfit_one_batch: false },
         optimizer: OptimizerConfig {
+            rule: Rule::Adamw,
             lr: 2e-3,
             warmup_percent: 2.0,
             warmup_min_steps: 20,
@@ -46,6 +47,9 @@ fn nano() -> Config {
             clip_norm: 1.0,
             retract_every_steps: 1,
             retract_iterations: 4,
+            muon_lr: muon_lr(),
+            muon_momentum: muon_momentum(),
+            muon_iterations: muon_iterations(),
         },
         log: LogConfig {
             every_steps: 10,

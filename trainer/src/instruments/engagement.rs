@@ -145,7 +145,7 @@ impl Engagement {
         let total = |grad: bool, of: fn(&Row) -> u64| self.rows.iter().filter(|r| r.grad == grad).map(of).sum::<u64>();
         format!(
             "{} operations, {fused} fused; grad asked {} forward {} backward {}; nograd asked {} forward {}; kda={} \
-             retract={} captures={} of {} variants",
+             retract={}/{} captures={} of {} variants",
             stems.len(),
             total(true, |row| row.asked.forward),
             total(true, |row| row.forward[0] + row.forward[1]),
@@ -153,7 +153,8 @@ impl Engagement {
             total(false, |row| row.asked.forward),
             total(false, |row| row.forward[0] + row.forward[1]),
             arm_of("kda"),
-            arm_of("retract"),
+            if stems.contains("retract_all") { "batched" } else { "single" },
+            arm_of(if stems.contains("retract_all") { "retract_all" } else { "retract" }),
             self.captures,
             self.variants,
         )
@@ -227,6 +228,33 @@ mod tests {
         assert!(line.contains("1 operations, 1 fused; grad asked 20 forward 20 backward 20"), "{line}");
         assert!(line.contains("nograd asked 6 forward 6; kda=fused") && line.contains("captures=2 of 2"), "{line}");
         assert_eq!(account.json()["operations"][1]["forward"]["fused"], 20);
+    }
+
+    /// A run that asks for the retraction of all factors at once and gets it factor by factor is ill.
+    #[test]
+    fn a_run_without_batched_retraction_is_ill_where_it_was_asked_for() {
+        let of = |ran: &'static str, calls: u64| {
+            let mut asked = Asked::default();
+            for _ in 0..10 {
+                // Steps with a gradient are training.
+                asked.note(&TRAIN, &[KDA[0], Ask { stem: "retract_all", forward: 1, backward: 0 }]);
+            }
+            let mut ledger = Ledger::default();
+            for (pass, arm, count) in HEALTHY {
+                ledger.calls.insert(("kda", pass, arm), count);
+            }
+            ledger.calls.insert((ran, Pass::Forward, Arm::Fused), calls);
+            Engagement::new(&asked, &BTreeMap::from([("train", ledger)]), 0)
+        };
+        let healthy = of("retract_all", 10);
+        assert_eq!(healthy.problems(), Vec::<String>::new());
+        assert!(healthy.line().contains("retract=batched/fused"), "{}", healthy.line());
+        let problems = of("retract", 80).problems();
+        let expected = [
+            "retract: asked 0 times in training, and its forward pass ran 80 times",
+            "retract_all: asked 10 times in training, and its forward pass ran 0 times",
+        ];
+        assert_eq!(problems, expected);
     }
 
     #[test]

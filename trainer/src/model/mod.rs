@@ -21,11 +21,13 @@ mod ablation;
 mod attention;
 mod backward;
 mod forward;
+mod groups;
 mod params;
 
 pub use ablation::Ablation;
 pub use attention::Carry;
 pub use forward::{Batch, Forward};
+pub use groups::group_of;
 pub use params::{CONV_WIDTH, DECAY_RANK, Group, Init, Param, Table, VOCABULARY};
 
 use dormouse_reference::{Backend, Precision, Result};

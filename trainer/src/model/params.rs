@@ -45,14 +45,26 @@ pub enum Group {
     Matrix,
     /// AdamW without weight decay: norms, gates, scalars, taps, and the spectral factors, whose size retraction fixes.
     Vector,
+    /// Muon+, each matrix as a whole.
+    Muon,
+    /// Muon+, each head's columns as a matrix.
+    MuonByHead,
+    /// Adam row by row, without weight decay: only rows with a gradient move.
+    Rows,
 }
 
 impl Group {
+    /// All of them.
+    pub const ALL: [Group; 5] = [Group::Matrix, Group::Vector, Group::Muon, Group::MuonByHead, Group::Rows];
+
     /// The word in tables.
     pub fn word(self) -> &'static str {
         match self {
             Group::Matrix => "adamw",
             Group::Vector => "adamw, no decay",
+            Group::Muon => "muon+",
+            Group::MuonByHead => "muon+ by head",
+            Group::Rows => "adam by row",
         }
     }
 }
@@ -68,7 +80,7 @@ pub struct Param {
     pub start: usize,
     /// How it starts.
     pub init: Init,
-    /// Its update rule.
+    /// Its update rule; as the table is made, that of a run whose only rule is AdamW.
     pub group: Group,
     /// Whether retraction keeps its columns orthonormal after every step.
     pub retracted: bool,

@@ -223,23 +223,23 @@ fn describe(
     reporter.note(&format!("run folder {}", run.path().display()));
 }
 
-/// Parameters per optimiser group.
+/// Parameters per optimiser group, and which they are.
 pub fn parameter_table(learner: &dyn Learner) -> String {
-    let mut groups: Vec<(String, usize, usize)> = Vec::new();
+    let mut groups: Vec<(String, Vec<String>, usize)> = Vec::new();
     for parameter in learner.parameters() {
         let count: usize = parameter.shape.iter().product();
         match groups.iter_mut().find(|(name, _, _)| *name == parameter.group) {
             Some((_, tensors, values)) => {
-                *tensors += 1;
+                tensors.push(parameter.name);
                 *values += count;
             }
-            None => groups.push((parameter.group, 1, count)),
+            None => groups.push((parameter.group, vec![parameter.name], count)),
         }
     }
     let all: usize = groups.iter().map(|(_, _, values)| values).sum();
     let mut text = format!("{all} parameters");
     for (name, tensors, values) in groups {
-        text.push_str(&format!("\n  {name}: {tensors} tensors, {values} values"));
+        text.push_str(&format!("\n  {name}: {} tensors, {values} values: {}", tensors.len(), tensors.join(" ")));
     }
     text
 }

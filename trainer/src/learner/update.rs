@@ -1,0 +1,202 @@
+//! The operations of an update that not every backend has: Muon, and the retraction of all factors at once.
+//!
+//! A learner is generic over [`Backend`], and devices have no kernels of these operations yet. On a backend that has
+//! them ([`WholeBackend`]) a learner carries them as an object; without, retraction goes factor by factor and Muon is
+//! refused.
+
+use dormouse_reference::muon::{self, Muon};
+use dormouse_reference::retract_all::{self, RetractAll};
+use dormouse_reference::{Backend, Result, WholeBackend};
+
+/// The operations, on a backend that has them.
+pub(super) trait WholeUpdate<B: Backend> {
+    /// [`Muon::update`].
+    fn muon(
+        &self,
+        b: &B,
+        config: &muon::Config,
+        state: muon::State<&B::Tensor>,
+        scalars: muon::Scalars<&B::Tensor>,
+    ) -> Result<()>;
+
+    /// [`RetractAll::update`].
+    fn retract_all(
+        &self,
+        b: &B,
+        config: &retract_all::Config,
+        params: &B::Tensor,
+        apply: &B::Tensor,
+    ) -> Result<retract_all::Outputs<B::Tensor>>;
+}
+
+/// The backend's own.
+pub(super) struct Own;
+
+impl<B: WholeBackend> WholeUpdate<B> for Own {
+    fn muon(
+        &self,
+        b: &B,
+        config: &muon::Config,
+        state: muon::State<&B::Tensor>,
+        scalars: muon::Scalars<&B::Tensor>,
+    ) -> Result<()> {
+        Muon::update(b, config, state, scalars)
+    }
+
+    fn retract_all(
+        &self,
+        b: &B,
+        config: &retract_all::Config,
+        params: &B::Tensor,
+        apply: &B::Tensor,
+    ) -> Result<retract_all::Outputs<B::Tensor>> {
+        RetractAll::update(b, config, params, apply)
+    }
+}
+
+/// Muon in a run: its table, and its learning rate on the device.
+pub(super) struct MuonPart<B: Backend> {
+    /// Its configuration.
+    pub config: muon::Config,
+    /// `[1]`
+    pub lr: B::Tensor,
+    /// The rate as a multiple of AdamW's: both follow one schedule.
+    pub ratio: f64,
+}
+
+#[cfg(test)]
+mod tests {
+    use dormouse_reference::Reference;
+
+    use crate::check::letters as batch;
+    use crate::checkpoint::State;
+    use crate::config::{Config, Rule, preset};
+    use crate::data::Batch;
+    use crate::learner::ModelLearner;
+    use crate::model::Group;
+    use crate::train::{Learner, parameter_table};
+
+    type Learned = ModelLearner<Reference<f32>>;
+
+    fn tiny(rule: Rule) -> Config {
+        let mut config = preset("tiny").expect("tiny is a preset");
+        (config.train.batch_rows, config.data.seq_bytes, config.optimizer.rule) = (2, 16, rule);
+        config
+    }
+
+    fn learner(rule: Rule) -> Learned {
+        ModelLearner::whole(Reference::new(), &tiny(rule)).expect("a preset builds")
+    }
+
+    fn run(learner: &mut Learned, rule: Rule, steps: std::ops::Range<u64>) -> State {
+        for s in steps {
+            learner.step(&batch(&tiny(rule), s), 1e-3).expect("a step");
+        }
+        learner.export().expect("it exports")
+    }
+
+    #[test]
+    fn retraction_at_once_trains_to_the_bits_of_factor_by_factor() {
+        let rule = Rule::Adamw;
+        let mut single = ModelLearner::new(Reference::new(), &tiny(rule)).expect("a preset builds");
+        let mut batched = learner(rule);
+        assert_eq!(run(&mut batched, rule, 0..4), run(&mut single, rule, 0..4));
+        batched.drain().expect("records");
+        single.drain().expect("records");
+        assert_eq!(batched.drift().expect("drift"), single.drift().expect("drift"));
+        let stems =
+            |learner: &Learned| learner.update_asks(true).iter().map(|ask| (ask.stem, ask.forward)).collect::<Vec<_>>();
+        assert!(stems(&batched).contains(&("retract_all", 1)) && stems(&single).contains(&("retract", 8)));
+    }
+
+    #[test]
+    fn muon_is_refused_where_the_backend_does_not_have_it() {
+        let refused = ModelLearner::new(Reference::<f32>::new(), &tiny(Rule::Muon));
+        let error = refused.err().expect("it is refused").to_string();
+        assert!(error.contains("reference f32 has no kernels of it; give --backend cpu"), "{error}");
+    }
+
+    #[test]
+    fn muon_moves_its_members_at_its_own_rate_and_adamw_the_rest() {
+        let rule = Rule::Muon;
+        let mut learner = learner(rule);
+        let before = learner.export().expect("it exports");
+        let after = run(&mut learner, rule, 0..1);
+        for param in &learner.table().params {
+            let of = |state: &State| state.weights[param.name].as_f32().expect("weights are f32").to_vec();
+            let moved: Vec<f32> = of(&before).iter().zip(of(&after)).map(|(x, y)| y - x).collect();
+            let second = after.optimizer[&format!("v.{}", param.name)].as_f32().expect("moments are f32").to_vec();
+            let muon = matches!(param.group, Group::Muon | Group::MuonByHead);
+            assert_eq!(second.iter().all(|&v| v == 0.0), muon, "`{}`", param.name);
+            if param.group == Group::MuonByHead {
+                // 1e-3 of the rate's 0.02 / 1e-3, times rows of norm 1: of 64 in every of two heads.
+                let size = moved.iter().map(|x| x * x).sum::<f32>().sqrt();
+                assert!((size / (0.02 * 128f32.sqrt()) - 1.0).abs() < 1e-2, "`{}` moved by {size}", param.name);
+            } else if !(muon || param.retracted) {
+                let largest = moved.iter().fold(0.0f32, |largest, x| largest.max(x.abs()));
+                assert!(largest < 1.2e-3, "`{}` moved by {largest}", param.name);
+            }
+        }
+    }
+
+    #[test]
+    fn five_and_five_steps_of_muon_are_ten_bit_for_bit() {
+        let rule = Rule::Muon;
+        let straight = run(&mut learner(rule), rule, 0..10);
+        let half = run(&mut learner(rule), rule, 0..5);
+        let mut resumed = learner(rule);
+        resumed.import(&half).expect("it imports");
+        assert_eq!(run(&mut resumed, rule, 5..10), straight);
+        assert_ne!(run(&mut learner(Rule::Adamw), Rule::Adamw, 0..10), straight);
+    }
+
+    /// A system that this one replaces moved Muon's weights at full size in a step that was masked.
+    #[test]
+    fn a_nan_moves_no_weight_of_muon() {
+        let rule = Rule::Muon;
+        let mut learner = learner(rule);
+        let before = run(&mut learner, rule, 0..2);
+        learner.upload(&learner.loss_weight, &[f64::NAN]).expect("a NaN uploads");
+        let after = run(&mut learner, rule, 2..4);
+        assert_eq!(after.weights, before.weights);
+        for (name, moment) in after.optimizer.iter().filter(|(name, _)| *name != "counters") {
+            assert_eq!(moment, &before.optimizer[name], "{name}");
+        }
+    }
+
+    #[test]
+    fn muon_learns_a_batch_by_heart() {
+        let mut learner = learner(Rule::Muon);
+        let mut loss = f64::INFINITY;
+        for step in 0..300 {
+            learner.step(&Batch { step, ..batch(&tiny(Rule::Muon), 0) }, 1e-3).expect("a step");
+            loss = learner.drain().expect("records").last().expect("a record").loss;
+            if loss < 0.05 {
+                break;
+            }
+        }
+        assert!(loss < 0.05, "{loss}");
+        for drift in learner.drift().expect("drift") {
+            assert!(drift.orthonormality < 1e-3, "{drift:?}");
+        }
+    }
+
+    #[test]
+    fn the_table_at_the_start_has_every_parameter_once() {
+        for (rule, groups) in [(Rule::Adamw, 2), (Rule::Muon, 4)] {
+            let learner = learner(rule);
+            let text = parameter_table(&learner);
+            let lines: Vec<&str> = text.lines().skip(1).collect();
+            assert_eq!(lines.len(), groups, "{text}");
+            let members = lines.iter().flat_map(|line| line.split("values: ").nth(1).unwrap_or_default().split(' '));
+            let mut members: Vec<&str> = members.collect();
+            members.sort_unstable();
+            let mut all: Vec<&str> = learner.table().params.iter().map(|p| p.name).collect();
+            all.sort_unstable();
+            assert_eq!(members, all);
+        }
+        assert!(
+            parameter_table(&learner(Rule::Muon)).contains("muon+ by head: 3 tensors, 49152 values: kda.q kda.k kda.v")
+        );
+    }
+}
