@@ -24,6 +24,7 @@ mod cube;
 mod decay_gate;
 mod device;
 mod embedding;
+mod exp;
 mod expert;
 mod factors;
 mod gated_rms_norm;

@@ -26,6 +26,7 @@ use dormouse_reference::kda::{Grads, Outputs};
 
 use super::{Call, SPAN, Sizes, bytes, load_or_zero, optional, token_at, widest};
 use crate::device::Device;
+use crate::exp::exp_of_nonpositive;
 use crate::launch::Grid;
 use crate::runtime::Engine;
 use crate::tensor::{Floats, Tensor};
@@ -153,7 +154,7 @@ fn forward_kernel(
             if c < key {
                 query[c] = scale * q.at(at + c);
                 keys[c] = k.at(at + c);
-                decay[c] = g.at(at + c).exp();
+                decay[c] = exp_of_nonpositive(g.at(at + c));
             }
         }
         sync_cube();
@@ -327,7 +328,7 @@ fn backward_kernel(
                     // What the token before wrote is added here, so its key is needed as well.
                     query[c] = keys[c];
                     keys[c] = k.at(at + c);
-                    decay[c] = g.at(at + c).exp();
+                    decay[c] = exp_of_nonpositive(g.at(at + c));
                 }
             }
             sync_cube();
@@ -364,7 +365,7 @@ fn backward_kernel(
                 if c < key {
                     query[c] = scale * q.at(at + c);
                     keys[c] = k.at(at + c);
-                    decay[c] = g.at(at + c).exp();
+                    decay[c] = exp_of_nonpositive(g.at(at + c));
                 }
             }
             sync_cube();
