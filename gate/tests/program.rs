@@ -17,7 +17,7 @@ fn mutants_of_the_reference_and_of_kernels_are_listed_with_the_gate_that_catches
     let out = gate(&["rms_norm", "--mutants"]);
     let text = text(&out.stdout);
     assert!(out.status.success(), "{text}");
-    for line in ["rms_norm\tdx-zero\tadj\tcpu", "rms_norm\tmean-dropped\tdiff\tlavapipe,cuda fused"] {
+    for line in ["rms_norm\tdx-zero\tfd\tcpu", "rms_norm\tmean-dropped\tdiff\tlavapipe,cuda fused"] {
         assert!(text.lines().any(|found| found == line), "`{line}` is not in: {text}");
     }
 }
