@@ -67,7 +67,8 @@ fn rfc3339(seconds: u64) -> String {
 
 /// Which program this is and where it runs: what a number needs beside it to be believed later.
 ///
-/// The commit is that of [`commit`] for the folder the binary lies in.
+/// The commit is that of the tree the binary lies in, else DORMOUSE_COMMIT; an installed binary has neither, and says so by
+/// `null`.
 pub fn provenance(command: &[String], seed: u64) -> Value {
     let binary = std::env::current_exe().ok();
     let (commit, dirty) = commit(binary.as_deref().and_then(Path::parent), std::env::var("DORMOUSE_COMMIT").ok());
