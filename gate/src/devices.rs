@@ -8,7 +8,8 @@ use std::time::Instant;
 use dormouse_cuda::receipts::word;
 use dormouse_cuda::runtime::Variant;
 use dormouse_cuda::{Arm, Client, Cuda, Device, Engine, Lavapipe, Mutant, Offline, Pass, catalogue};
-use dormouse_harness::description::{Gate, Operation, OperationOn, Run};
+use dormouse_gate::receipts::{self, Evidence};
+use dormouse_harness::description::{Case, Gate, Operation, OperationOn, Run};
 use dormouse_harness::gates::diff::Figures;
 use dormouse_harness::gates::{Context, Outcome, Report, Status, det, diff, exercise, meta, poison};
 use dormouse_harness::named::{Named, Values};
@@ -33,8 +34,6 @@ use dormouse_harness::ops::spectral::SpectralOp;
 use dormouse_harness::runner::{OnBackend, Runner, upload};
 use dormouse_reference::{DType, Error, Precision, Reference, Tensors};
 use ndarray::ArrayD;
-
-use crate::receipts::{self, Evidence};
 
 /// The words of the backends, in the order they run.
 pub const WORDS: [&str; 2] = [Lavapipe::WORD, Cuda::WORD];
@@ -351,10 +350,14 @@ where
 }
 
 /// Compiles every kernel that the case tables launch, in both arms and at every precision, and runs none: gives the
-/// number of variants, or what does not compile. The error says what is missing on this machine.
-pub fn compile(stems: &[String], sink: &mut dyn FnMut(String)) -> Result<Result<usize, usize>, String> {
+/// number of variants, or of faults. The error says what is missing on this machine. A planted kernel that is no CUDA C++
+/// comes with the first stem.
+pub fn compile(stems: &[String], plant: bool, sink: &mut dyn FnMut(String)) -> Result<Result<usize, usize>, String> {
     let client = Offline::open().map_err(|why| why.to_string())?;
     sink(format!("compiling for {}", Offline::describe(&client)));
+    if plant {
+        Offline::plant(&client);
+    }
     let (mut good, mut bad) = (0, 0);
     let steps = operations!(exercise_all, Offline, fn(&Client<Offline>) -> Result<usize, String>);
     for (stem, step) in steps.into_iter().filter(|(stem, _)| stems.is_empty() || stems.iter().any(|s| s == stem)) {
@@ -378,8 +381,49 @@ pub fn compile(stems: &[String], sink: &mut dyn FnMut(String)) -> Result<Result<
     Ok(if bad == 0 { Ok(good) } else { Err(bad) })
 }
 
-/// Runs the case table of an operation in every arm and precision that it has.
+/// Whether CUDA answers here, or why it does not.
+pub fn cuda() -> Result<(), String> {
+    Cuda::available().map_err(|why| why.to_string())
+}
+
+/// Runs the smaller cases of an operation once on CUDA and compares nothing: gives how many there were.
+pub fn exercise_on_cuda(stem: &str) -> Result<usize, String> {
+    let client = Cuda::open().map_err(|why| why.to_string())?;
+    let tasks = operations!(exercise_smaller, Cuda, fn(&Client<Cuda>) -> Result<usize, String>);
+    let task = tasks.into_iter().find(|(known, _)| *known == stem).map(|(_, task)| task);
+    task.ok_or_else(|| format!("there are no kernels of `{stem}`"))?(&client)
+}
+
 fn exercise_all<R, O>(client: &Client<R>) -> Result<usize, String>
+where
+    R: Engine,
+    O: OperationOn<Device<R>> + OperationOn<Reference<f64>>,
+{
+    exercise_in_every_setting::<R, O>(client, &O::cases())
+}
+
+fn exercise_smaller<R, O>(client: &Client<R>) -> Result<usize, String>
+where
+    R: Engine,
+    O: OperationOn<Device<R>> + OperationOn<Reference<f64>>,
+{
+    exercise_in_every_setting::<R, O>(client, &smaller_half::<O>())
+}
+
+/// The smaller half of the cases that launch anything.
+fn smaller_half<O: Operation>() -> Vec<Case<O::Config>> {
+    let mut cases = O::cases();
+    cases.retain(|case| case.dims.iter().all(|(_, size)| *size > 0));
+    let elements = |case: &Case<O::Config>| -> usize {
+        O::tensors().iter().map(|spec| case.shape(spec).iter().product::<usize>()).sum()
+    };
+    cases.sort_by_key(elements);
+    cases.truncate(cases.len().div_ceil(2));
+    cases
+}
+
+/// Runs cases of an operation in every arm and precision that it has.
+fn exercise_in_every_setting<R, O>(client: &Client<R>, chosen: &[Case<O::Config>]) -> Result<usize, String>
 where
     R: Engine,
     O: OperationOn<Device<R>> + OperationOn<Reference<f64>>,
@@ -389,29 +433,8 @@ where
     for (&precision, arm) in all.iter().flat_map(|p| Arm::ALL.map(|arm| (p, arm))) {
         let setting = Setting::new(arm, precision, None);
         if refuses::<R, O>(client, &setting).is_none() {
-            cases += exercise::<O>(&OnDevice { client, setting: &setting, poisoned: true })?;
+            cases += exercise::<O>(&OnDevice { client, setting: &setting, poisoned: true }, chosen)?;
         }
     }
     Ok(cases)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn kernels_compile_without_a_gpu_or_the_error_says_what_is_missing() {
-        match compile(&["rms_norm".to_owned()], &mut |line| println!("{line}")) {
-            // Forward with and without shift, backward with and without dc, their sums, in two arms.
-            Ok(variants) => assert!(variants.is_ok_and(|n| n > 8), "{variants:?}"),
-            Err(why) => assert!(why.contains("NVRTC") || why.contains("CUDA headers"), "{why}"),
-        }
-    }
-
-    #[test]
-    fn mutants_of_kernels_are_known_by_name() {
-        let known = Mutant { name: "mean-dropped", gate: "diff", arm: Arm::Fused };
-        assert!(mutants("rms_norm").contains(&known));
-        assert_eq!(mutants("no such"), []);
-    }
 }

@@ -20,14 +20,16 @@ use dormouse_reference::{Dual, Reference};
 
 #[cfg(feature = "devices")]
 mod devices;
-#[cfg(feature = "devices")]
-mod receipts;
 
 /// Backends that `--require` knows.
 #[cfg(feature = "devices")]
 const BACKENDS: [&str; 3] = ["cpu", devices::WORDS[0], devices::WORDS[1]];
 #[cfg(not(feature = "devices"))]
 const BACKENDS: [&str; 1] = ["cpu"];
+
+/// The mutant of `--ptx`.
+#[cfg(feature = "devices")]
+const REFUSED: &str = "no-cuda";
 
 /// Run the ladder of gates that an operation must pass.
 #[derive(Parser)]
@@ -38,7 +40,9 @@ const BACKENDS: [&str; 1] = ["cpu"];
                   cargo xtask gate kda --only fd --seed 7   one gate, rerun with a printed seed\n  \
                   cargo xtask gate kda --mutants            list the faults that can be planted\n  \
                   cargo xtask gate kda --mutant dq-zero     plant one and see a gate bite (exits 1)\n  \
-                  cargo xtask gate rms_norm --backend cuda --precision f32,tf32,bf16 --receipts golden/receipts"
+                  cargo xtask gate rms_norm --backend cuda --precision f32,tf32,bf16 --receipts golden/receipts\n  \
+                  cargo xtask gate --sanitize memcheck      the kernels on CUDA under compute-sanitizer\n  \
+                  cargo xtask gate kda --bundle DIR         a folder to run on a machine with a GPU and no toolchain"
 )]
 struct Args {
     /// Stems of operations; none means all of them.
@@ -82,6 +86,13 @@ struct Args {
     /// Compile every kernel of the case tables to PTX for sm_90 and run none; needs no GPU, only NVRTC and its headers.
     #[arg(long)]
     ptx: bool,
+    /// Run the smaller cases on CUDA under this tool of NVIDIA's compute-sanitizer, once and without mutants; NOTRUN where
+    /// the sanitizer or a GPU is missing, which `--require cuda` makes a failure.
+    #[arg(long, value_name = "TOOL", value_parser = ["memcheck", "racecheck", "initcheck", "synccheck"])]
+    sanitize: Option<String>,
+    /// What `--sanitize` runs under the sanitizer.
+    #[arg(long, hide = true)]
+    exercise: bool,
     /// The folder of golden files.
     #[arg(long, default_value = "golden")]
     golden: PathBuf,
@@ -116,13 +127,24 @@ fn run(args: &Args) -> Result<ExitCode> {
     }
     #[cfg(feature = "devices")]
     if args.ptx {
+        if args.mutant.as_deref().is_some_and(|name| name != REFUSED) {
+            bail!("--ptx --mutant: the one mutant of this check is `{REFUSED}`, a kernel that is no CUDA C++");
+        }
         return Ok(compile(args));
+    }
+    #[cfg(feature = "devices")]
+    if args.exercise {
+        return exercise(args);
+    }
+    #[cfg(feature = "devices")]
+    if let Some(tool) = &args.sanitize {
+        return sanitize(args, tool, &stems.0);
     }
     #[cfg(feature = "devices")]
     let settings = Settings::of(args)?;
     #[cfg(not(feature = "devices"))]
-    if args.ptx || args.receipts.is_some() || !args.arm.is_empty() {
-        bail!("--ptx, --receipts and --arm are for kernels, and this build has none");
+    if args.ptx || args.receipts.is_some() || !args.arm.is_empty() || args.sanitize.is_some() || args.exercise {
+        bail!("--ptx, --receipts, --sanitize and --arm are for kernels, and this build has none");
     }
     let seed = match args.seed {
         Some(seed) => seed,
@@ -207,7 +229,7 @@ impl Settings {
         }
         if let Some(folder) = &args.receipts {
             let only_cuda = args.backend.iter().all(|word| word == "cuda");
-            if !args.backend.is_empty() && !only_cuda && receipts::is_golden(folder) {
+            if !args.backend.is_empty() && !only_cuda && dormouse_gate::receipts::is_golden(folder) {
                 bail!(
                     "--receipts {}: only --backend cuda writes there; give receipts of {} another folder",
                     folder.display(),
@@ -222,7 +244,7 @@ impl Settings {
 /// Compiles every kernel without a device; a machine without NVRTC is NOTRUN, and red only where `--require ptx` says so.
 #[cfg(feature = "devices")]
 fn compile(args: &Args) -> ExitCode {
-    match devices::compile(&args.stems, &mut |line| println!("{line}")) {
+    match devices::compile(&args.stems, args.mutant.is_some(), &mut |line| println!("{line}")) {
         Ok(Ok(variants)) => {
             println!("PASS {variants} variants of kernels compile to PTX");
             ExitCode::SUCCESS
@@ -236,6 +258,56 @@ fn compile(args: &Args) -> ExitCode {
             if args.require.iter().any(|word| word == "ptx") { ExitCode::FAILURE } else { ExitCode::SUCCESS }
         }
     }
+}
+
+/// The body of a run under the sanitizer.
+#[cfg(feature = "devices")]
+fn exercise(args: &Args) -> Result<ExitCode> {
+    let mut cases = 0;
+    for stem in &args.stems {
+        cases += devices::exercise_on_cuda(stem).map_err(anyhow::Error::msg)?;
+    }
+    println!("{} {cases}", dormouse_gate::sanitize::DONE);
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Runs every chosen stem under a tool of the sanitizer and prints a line for each.
+#[cfg(feature = "devices")]
+fn sanitize(args: &Args, tool: &str, all: &[&str]) -> Result<ExitCode> {
+    use dormouse_gate::sanitize::{Verdict, find, run};
+
+    let not_run = |why: &str| {
+        println!("NOTRUN {tool}: {why}");
+        if args.require.iter().any(|word| word == "cuda") { ExitCode::FAILURE } else { ExitCode::SUCCESS }
+    };
+    if let Err(why) = devices::cuda() {
+        return Ok(not_run(&why));
+    }
+    let Some(sanitizer) = find() else {
+        return Ok(not_run("no compute-sanitizer in PATH or /usr/local/cuda/bin"));
+    };
+    let program = std::env::current_exe().context("this program cannot find itself")?;
+    let (mut passed, mut failed) = (0, 0);
+    for stem in all.iter().filter(|stem| args.stems.is_empty() || args.stems.iter().any(|s| s == *stem)) {
+        let start = std::time::Instant::now();
+        let verdict = run(&sanitizer, tool, &program, stem)?;
+        let seconds = start.elapsed().as_secs_f64();
+        let (status, cases, words) = match verdict {
+            Verdict::Pass(cases) => ("PASS", cases, String::new()),
+            Verdict::Fail(words) => ("FAIL", 0, words),
+            // What refuses one stem refuses all.
+            Verdict::NotRun(why) => return Ok(not_run(&why)),
+        };
+        if status == "PASS" {
+            passed += 1
+        } else {
+            failed += 1
+        }
+        println!("{stem:<16} {tool:<9} {cases:>6} {seconds:>8.2}  {status}");
+        words.lines().for_each(|line| println!("  {line}"));
+    }
+    println!("PASS {passed} FAIL {failed}");
+    Ok(if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 /// Prints the closing lines; 1 if a gate is red or one that is required did not run.

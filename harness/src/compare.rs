@@ -5,7 +5,7 @@
 //!
 //! | measure | definition | bound |
 //! |---|---|---|
-//! | rms | rms(got - want) / rms(want) | tol |
+//! | rms | rms(got - want) / rms(want) | tol, and what `noise` adds |
 //! | token | worst over rows (last axis) of rms(row error) / rms(want) | 10 tol |
 //! | element | worst of abs(got - want) / max abs(want) | 10 tol |
 //! | slope | abs(<got, want> / <want, want> - 1) | `slope` of the tolerance, and what its `noise` adds |
@@ -32,8 +32,10 @@ pub struct Tolerance {
     pub floor: f64,
     /// The rms that the tensor usually has, where it is known; 0 measures against the tensor at hand.
     pub usual: f64,
-    /// The relative rms of errors that have no direction. They move a slope by this over the root of the number of
-    /// elements that carry the tensor's norm, which is (sum w^2)^2 / sum w^4; twice as much is added to `slope`.
+    /// The relative rms of errors that have no direction. Over the n elements that carry the tensor's norm, which are
+    /// (sum w^2)^2 / sum w^4, they move a slope by this over the root of n, and chance moves a relative rms by as much:
+    /// the mean square of n numbers scatters by sqrt(2 / n) of itself, that of the error and that of the tensor, so the
+    /// root of their ratio by sqrt(1 / n). Twice as much is added to both bounds.
     pub noise: f64,
     /// Where the number comes from.
     pub why: &'static str,
@@ -144,7 +146,8 @@ pub fn compare(name: &str, got: ArrayViewD<'_, f64>, want: ArrayViewD<'_, f64>, 
     let projection = pairs().map(|(g, w)| (g / largest) * (w / largest)).sum::<f64>();
     let slope = (projection / square - 1.0).abs();
     let fourth = pairs().map(|(_, w)| (w / largest).powi(4)).sum::<f64>();
-    let slope_bound = tolerance.slope + 2.0 * tolerance.noise * fourth.sqrt() / square;
+    // fourth.sqrt() / square is one over the root of the number of elements that carry the norm.
+    let chance = 2.0 * tolerance.noise * fourth.sqrt() / square;
     // 1 unless the tensor is smaller than usual.
     let share = rms / rms.max(tolerance.usual / largest);
     let (token_error, token) = worst_token(&got, &want, largest);
@@ -156,10 +159,10 @@ pub fn compare(name: &str, got: ArrayViewD<'_, f64>, want: ArrayViewD<'_, f64>, 
         slope: share * slope,
     };
     let bounded = [
-        ("rms", measures.rms, tolerance.tol),
+        ("rms", measures.rms, (tolerance.tol + chance).min(WIDEST)),
         ("token", measures.token, 10.0 * tolerance.tol),
         ("element", measures.element, 10.0 * tolerance.tol),
-        ("slope", measures.slope, slope_bound),
+        ("slope", measures.slope, tolerance.slope + chance),
     ];
     let (measure, value, bound) =
         bounded.into_iter().max_by(|a, b| over(a.1, a.2).total_cmp(&over(b.1, b.2))).expect("there are four measures");
@@ -396,6 +399,28 @@ mod tests {
         assert!(!off(&spread) && off(&single));
         let silent = Tolerance { noise: 0.0, ..tolerance };
         assert!(!compare("x", (&single * 1.001).view(), single.view(), &silent).passes());
+    }
+
+    #[test]
+    fn noise_moves_an_rms_by_what_chance_does_to_a_few_elements() {
+        let tolerance = Tolerance { slope: WIDEST, noise: 0.01, ..Tolerance::new(0.01, "test") };
+        let off = |n: usize, by: f64| {
+            let want = Array1::from_elem(n, 1.0).into_dyn();
+            let errors = Array1::from_shape_fn(n, |i| if i % 2 == 0 { 1.0 + by } else { 1.0 - by }).into_dyn();
+            compare("x", errors.view(), want.view(), &tolerance)
+        };
+        // Two over the root of a hundred: a fifth more; of a million: two thousandths.
+        assert!(off(100, 0.0119).passes() && !off(100, 0.0121).passes());
+        assert!(off(1_000_000, 0.01001).passes() && !off(1_000_000, 0.01003).passes());
+        // However few they are, nothing beyond the widest tolerance passes.
+        let wide = Tolerance { tol: 0.04, noise: 0.04, ..tolerance };
+        let two = array![1.06, 0.94].into_dyn();
+        assert!(!compare("x", two.view(), array![1.0, 1.0].into_dyn().view(), &wide).passes());
+        // Without noise the bound is the tolerance.
+        let silent = Tolerance { noise: 0.0, ..tolerance };
+        assert!(
+            !compare("x", array![1.011, 0.989].into_dyn().view(), array![1.0, 1.0].into_dyn().view(), &silent).passes()
+        );
     }
 
     #[test]

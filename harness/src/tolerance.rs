@@ -74,7 +74,8 @@ pub fn at_precision(
     }
     let tol = (f32.tol + 2.0 * (2.0 * products).sqrt() * rounding * amplification).min(WIDEST);
     let why = "2 sqrt(2 n) roundings of an operand: 2^-11 in tf32, 2^-9 in bf16, n products in a row";
-    // The errors have no direction, but where few elements carry the norm they do not cancel in the slope either.
+    // The errors have no direction, but where few elements carry the norm they do not cancel in the slope either, and the
+    // rms of so few is a matter of chance.
     Tolerance { tol, slope: slope(precision).max(f32.slope), noise: tol, why, ..f32 }
 }
 

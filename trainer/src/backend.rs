@@ -31,7 +31,7 @@ pub struct Facts {
 }
 
 impl Facts {
-    fn new(run: &RunConfig, device: String, choices: &[Choice]) -> Self {
+    pub(crate) fn new(run: &RunConfig, device: String, choices: &[Choice]) -> Self {
         Self {
             backend: run.backend.word().to_owned(),
             device,

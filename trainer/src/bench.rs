@@ -288,16 +288,27 @@ fn row(all: &[Measured], note: &str) -> Result<Row> {
 
 #[cfg(test)]
 mod tests {
-    use super::{Measured, measure, row};
-    use crate::config::{Backend, preset};
+    use anyhow::Result;
+    use dormouse_reference::Reference;
+
+    use super::{Facts, Measured, Witness, measure, row};
+    use crate::config::{Backend, Config, preset};
     use crate::history::{COLD_STEPS, COLUMNS};
     use crate::history::{line, parse};
+    use crate::learner::ModelLearner;
+    use crate::train::Learner;
 
     fn measured() -> Measured {
         let mut config = preset("tiny").unwrap();
         config.run.backend = Backend::Cpu;
         (config.train.batch_rows, config.data.seq_bytes) = (1, 8);
-        measure(&config, COLD_STEPS + 20, crate::backend::build).unwrap()
+        // Not `backend::build`: with it every kernel's launch would be compiled into these tests.
+        let build = |config: &Config| -> Result<Box<dyn Learner>> {
+            let b = Reference::<f32>::new();
+            let facts = Facts::new(&config.run, b.describe(), &[]);
+            Ok(Box::new(ModelLearner::new(b, config)?.with_facts(facts)))
+        };
+        measure(&config, COLD_STEPS + 20, build).unwrap()
     }
 
     #[test]

@@ -67,18 +67,15 @@ fn rfc3339(seconds: u64) -> String {
 
 /// Which program this is and where it runs: what a number needs beside it to be believed later.
 ///
-/// The commit is that of the tree the binary lies in; an installed binary has none, and says so by `null`.
+/// The commit is that of the tree the binary lies in, else DORMOUSE_COMMIT; an installed binary has neither, and says so by
+/// `null`.
 pub fn provenance(command: &[String], seed: u64) -> Value {
     let binary = std::env::current_exe().ok();
-    let tree = binary.as_deref().and_then(Path::parent);
-    let git = |arguments: &[&str]| {
-        let output = std::process::Command::new("git").arg("-C").arg(tree?).args(arguments).output().ok()?;
-        output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
-    };
+    let (commit, dirty) = commit(binary.as_deref().and_then(Path::parent), std::env::var("DORMOUSE_COMMIT").ok());
     json!({
         "version": env!("CARGO_PKG_VERSION"),
-        "commit": git(&["rev-parse", "HEAD"]),
-        "dirty": git(&["status", "--porcelain"]).map(|changes| !changes.is_empty()),
+        "commit": commit,
+        "dirty": dirty,
         "binary_blake3": binary.and_then(|path| std::fs::read(path).ok()).map(|b| blake3::hash(&b).to_hex().to_string()),
         "command": command,
         "seed": seed,
@@ -91,6 +88,21 @@ pub fn provenance(command: &[String], seed: u64) -> Value {
             "memory_bytes": machine_memory_bytes(),
         },
     })
+}
+
+/// The commit of the tree around a folder, and whether the tree has changes.
+///
+/// A binary that was copied to another machine lies in no tree. There `told` (the variable DORMOUSE_COMMIT) may name the
+/// commit it was built from, and nobody knows about changes. An installed binary has neither, and says so by `null`.
+fn commit(folder: Option<&Path>, told: Option<String>) -> (Option<String>, Option<bool>) {
+    let git = |arguments: &[&str]| {
+        let output = std::process::Command::new("git").arg("-C").arg(folder?).args(arguments).output().ok()?;
+        output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
+    };
+    match git(&["rev-parse", "HEAD"]) {
+        Some(head) => (Some(head), git(&["status", "--porcelain"]).map(|changes| !changes.is_empty())),
+        None => (told.filter(|commit| !commit.is_empty()), None),
+    }
 }
 
 /// Asks the allocator to keep memory that was freed instead of giving it back to the system.
@@ -108,7 +120,7 @@ pub fn keep_freed_memory() {
 
 #[cfg(test)]
 mod tests {
-    use super::{memory_bytes, now_compact, peak_memory_bytes, provenance, rfc3339};
+    use super::{commit, memory_bytes, now_compact, peak_memory_bytes, provenance, rfc3339};
 
     #[test]
     fn dates_are_gregorian() {
@@ -117,6 +129,28 @@ mod tests {
         assert_eq!(rfc3339(1_709_251_199), "2024-02-29T23:59:59Z");
         assert_eq!(rfc3339(4_107_542_400), "2100-03-01T00:00:00Z");
         assert_eq!(now_compact().len(), "20261129-193520".len());
+    }
+
+    #[test]
+    fn a_commit_is_told_only_where_no_tree_knows_it() {
+        let told = || Some("0123abc".to_owned());
+        let outside = tempfile::tempdir().unwrap();
+        assert_eq!(commit(Some(outside.path()), told()), (told(), None));
+        assert_eq!(commit(Some(outside.path()), Some(String::new())), (None, None));
+        assert_eq!(commit(None, None), (None, None));
+        // A tree knows better.
+        let git = |arguments: &[&str]| {
+            let identity = ["-c", "user.name=a", "-c", "user.email=a@b"];
+            let mut command = std::process::Command::new("git");
+            let done = command.arg("-C").arg(outside.path()).args(identity).args(arguments).output().unwrap();
+            assert!(done.status.success(), "git {arguments:?}: {}", String::from_utf8_lossy(&done.stderr));
+        };
+        git(&["init", "--quiet"]);
+        git(&["commit", "--quiet", "--allow-empty", "--message", "first"]);
+        let (head, dirty) = commit(Some(outside.path()), told());
+        assert!(head.is_some_and(|head| head.len() == 40) && dirty == Some(false));
+        std::fs::write(outside.path().join("new"), "").unwrap();
+        assert_eq!(commit(Some(outside.path()), told()).1, Some(true));
     }
 
     #[test]

@@ -3,6 +3,8 @@
 //! Of the workspace's crates it depends on `dormouse-receipts` only, which depends on none, so that it builds in seconds
 //! and works while they do not.
 
+mod bench;
+mod bundle;
 mod ptx;
 mod receipts;
 mod tidy;
@@ -112,9 +114,12 @@ fn run(task: Task) -> Result<()> {
             println!("{totals}");
             Ok(())
         }
-        Task::Gate { rest } => gate(&root, &rest),
+        Task::Gate { rest } => match bundle::asked(&rest)? {
+            Some((stems, folder)) => bundle::make(&root, &stems, &folder),
+            None => gate(&root, &rest),
+        },
         Task::Bench { name, rest } if name.as_deref() == Some("step") => bench_step(&root, &rest),
-        Task::Bench { name, .. } => bench(&root, name.as_deref()),
+        Task::Bench { name, .. } => bench::run(&root, name.as_deref()),
         Task::Ptx { rest } => ptx::compile(&root, &rest),
         Task::Receipts { task } => receipts::run(&root, &task),
         Task::Tidy => tidy::check(&root),
@@ -156,7 +161,8 @@ fn test(root: &Path, rest: &[String]) -> Result<String> {
     let nextest = cargo(root).args(["nextest", "--version"]).output().is_ok_and(|out| out.status.success());
     let totals = if nextest {
         let mut command = cargo(root);
-        command.args(["nextest", "run", "--workspace"]).args(rest);
+        // Examples are compiled by the lints; linking them here shows nothing more.
+        command.args(["nextest", "run", "--workspace", "--lib", "--bins", "--tests"]).args(rest);
         last_line_with(&mut command, "tests run:")?
     } else {
         eprintln!(
@@ -188,18 +194,30 @@ fn last_line_with(command: &mut Command, word: &str) -> Result<String> {
     Ok(last)
 }
 
+/// Builds the gate binary and gives a command that runs it in the workspace's root.
+///
+/// All programs are built, because cargo chooses the features of shared dependencies by what it is asked to build: for one
+/// package alone it would compile most of them again in another shape than the tests have.
+fn gate_binary(root: &Path) -> Result<Command> {
+    must(cargo(root).args(["build", "--quiet", "--workspace", "--bins"]))?;
+    let mut command = Command::new(target(root).join("debug/dormouse-gate"));
+    command.current_dir(root);
+    Ok(command)
+}
+
+/// The folder that cargo builds into.
+fn target(root: &Path) -> PathBuf {
+    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), |folder| root.join(folder))
+}
+
 fn gate<S: AsRef<std::ffi::OsStr>>(root: &Path, rest: &[S]) -> Result<()> {
-    must(cargo(root).args(["run", "--quiet", "--package", "dormouse-gate", "--"]).args(rest))
+    must(gate_binary(root)?.args(rest))
 }
 
 /// Shows one gate biting: a planted fault must end with exit code 1 and a line that names the gate.
 fn bites(root: &Path) -> Result<()> {
     const PLANT: [&str; 6] = ["kda", "--only", "fd", "--mutant", "dg-times-0.99", "--tsv"];
-    let out = cargo(root)
-        .args(["run", "--quiet", "--package", "dormouse-gate", "--"])
-        .args(PLANT)
-        .output()
-        .context("cannot run the gate binary")?;
+    let out = gate_binary(root)?.args(PLANT).output().context("cannot run the gate binary")?;
     if out.status.code() != Some(1) {
         bail!(
             "`cargo xtask gate {}` ended with {}, expected exit code 1: the gate does not bite",
@@ -214,22 +232,10 @@ fn bites(root: &Path) -> Result<()> {
     Ok(())
 }
 
-fn bench(root: &Path, name: Option<&str>) -> Result<()> {
-    step("gate before bench");
-    gate(root, &name.into_iter().collect::<Vec<_>>())?;
-    let mut command = cargo(root);
-    command.args(["bench", "--package", "dormouse-reference", "--package", "dormouse", "--benches"]);
-    if let Some(name) = name {
-        command.args(["--", name]);
-    }
-    must(&mut command)
-}
-
 /// Checks the trainer's step on this machine, times it in two processes and appends the row to benches/history.tsv.
 fn bench_step(root: &Path, rest: &[String]) -> Result<()> {
     must(cargo(root).args(["build", "--release", "--package", "dormouse"]))?;
-    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from);
-    let program = target.join("release").join("dormouse");
+    let program = target(root).join("release/dormouse");
     step("check before bench");
     must(Command::new(&program).current_dir(root).args(["check", "--quick"]))?;
     step("bench");

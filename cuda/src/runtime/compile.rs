@@ -62,6 +62,7 @@ fn include_folders() -> Result<Vec<PathBuf>, Error> {
 }
 
 /// Where compiled kernels are kept between runs.
+#[derive(Clone, Debug)]
 pub struct Cache {
     /// Absent where the system names no folder for caches.
     folder: Option<PathBuf>,

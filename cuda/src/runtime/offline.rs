@@ -4,9 +4,10 @@
 //! NVRTC for sm_90, tensor core instructions included. Memory is addresses that nobody reads: uploads are dropped and
 //! downloads are zeros.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use cubecl::backtrace::BackTrace;
@@ -15,7 +16,7 @@ use cubecl::client::ComputeClient;
 use cubecl::device::{Device as CubeDevice, DeviceId, DeviceService, ServerUtilitiesHandle};
 use cubecl::future::DynFut;
 use cubecl::ir::TargetProperties;
-use cubecl::prelude::{CubeCount, ExecutionMode};
+use cubecl::prelude::*;
 use cubecl::profile::ProfileDuration;
 use cubecl::server::{
     Binding, ComputeServer, CopyDescriptor, Handle, IoError, KernelArguments, ProfileError, ProfilingToken,
@@ -74,18 +75,50 @@ pub struct Variant {
     pub ptx: Result<usize, Error>,
 }
 
-/// What the server's thread and its callers share.
+/// What the server's thread and its callers share: compilers at work, one on each core, and what they have given, in the
+/// order of the launches.
 #[derive(Debug, Default)]
-pub struct Compiled(Mutex<Vec<Variant>>);
+pub struct Compiled(Mutex<Jobs>);
+
+#[derive(Debug, Default)]
+struct Jobs {
+    running: VecDeque<JoinHandle<Variant>>,
+    done: Vec<Variant>,
+}
+
+impl Jobs {
+    /// Waits for the job that began first.
+    fn wait(&mut self) {
+        if let Some(job) = self.running.pop_front() {
+            let died = || Error::Panic { message: "a compiler's thread panicked".to_owned() };
+            let variant = job.join().unwrap_or_else(|_| Variant { kernel: "unknown".to_owned(), ptx: Err(died()) });
+            self.done.push(variant);
+        }
+    }
+}
 
 impl Compiled {
-    fn note(&self, variant: Variant) {
-        // A panic while the lock was held leaves a list behind, which is still a list.
-        self.0.lock().unwrap_or_else(|poison| poison.into_inner()).push(variant);
+    /// Runs a compiler in a thread of its own as soon as a core is free.
+    fn start(&self, job: impl FnOnce() -> Variant + Send + 'static) {
+        let mut jobs = self.lock();
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        if jobs.running.len() >= cores {
+            jobs.wait();
+        }
+        jobs.running.push_back(std::thread::spawn(job));
     }
 
     fn take(&self) -> Vec<Variant> {
-        std::mem::take(&mut self.0.lock().unwrap_or_else(|poison| poison.into_inner()))
+        let mut jobs = self.lock();
+        while !jobs.running.is_empty() {
+            jobs.wait();
+        }
+        std::mem::take(&mut jobs.done)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Jobs> {
+        // A panic while the lock was held leaves lists behind, which are still lists.
+        self.0.lock().unwrap_or_else(|poison| poison.into_inner())
     }
 }
 
@@ -182,18 +215,12 @@ impl OfflineServer {
             .map_err(|e| ServerError::Generic { reason: e.to_string(), backtrace: BackTrace::capture() })
     }
 
-    fn compile(
-        &self,
-        name: &'static str,
-        kernel: &dyn CubeTask<Compiler>,
-        mode: ExecutionMode,
-    ) -> Result<usize, Error> {
-        let target = self.target.as_ref().map_err(Error::clone)?;
+    /// The CUDA C++ of a kernel.
+    fn source(&self, name: &str, kernel: &dyn CubeTask<Compiler>, mode: ExecutionMode) -> Result<String, Error> {
         let compiled = kernel
             .compile(&mut Compiler::default(), &self.options, mode, kernel.address_type())
             .map_err(|e| Error::Compile { kernel: name.to_owned(), log: e.to_string().into() })?;
-        let (ptx, _) = compile::ptx(name, &compiled.source, target, &self.cache)?;
-        Ok(ptx.as_bytes().len())
+        Ok(compiled.source)
     }
 }
 
@@ -247,8 +274,12 @@ impl ComputeServer for OfflineServer {
         id.mode(mode);
         if self.seen.insert(id) {
             let name = short_name(kernel.name());
-            let ptx = self.compile(name, kernel.as_ref(), mode);
-            self.compiled.note(Variant { kernel: name.to_owned(), ptx });
+            let source = self.source(name, kernel.as_ref(), mode);
+            let (target, cache) = (self.target.clone(), self.cache.clone());
+            self.compiled.start(move || {
+                let ptx = source.and_then(|source| compile::ptx(name, &source, &target?, &cache));
+                Variant { kernel: name.to_owned(), ptx: ptx.map(|(text, _)| text.as_bytes().len()) }
+            });
         }
     }
 
@@ -315,7 +346,24 @@ impl cubecl::Runtime for Offline {
     }
 }
 
+/// Is no CUDA C++: its comment ends early.
+#[cube(launch_unchecked)]
+fn refused_kernel(out: &mut Array<u32>) {
+    comment!("\n*/ this is no CUDA C++ /*");
+    out[0] = 0u32;
+}
+
 impl Offline {
+    /// Launches a kernel that no compiler takes, to show that the check notices one.
+    pub fn plant(client: &ComputeClient<Self>) {
+        let memory = client.empty(4);
+        // SAFETY: nothing runs.
+        unsafe {
+            let out = ArrayArg::from_raw_parts(memory, 1);
+            refused_kernel::launch_unchecked::<Self>(client, CubeCount::new_1d(1), CubeDim::new_1d(1), out);
+        }
+    }
+
     /// The variants that were compiled since the last call.
     pub fn take(client: &ComputeClient<Self>) -> Result<Vec<Variant>, Error> {
         Self::settle(client)?;

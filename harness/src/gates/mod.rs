@@ -349,10 +349,9 @@ pub(crate) fn passed(comparison: Comparison) -> Result<f64, String> {
     if comparison.passes() { Ok(comparison.worst) } else { Err(comparison.to_string()) }
 }
 
-/// Runs forward and backward of every case of the table and compares nothing: for a device that only compiles.
-pub fn exercise<O: Operation>(runner: &dyn Runner<O>) -> Result<usize, String> {
-    let cases = O::cases();
-    for case in &cases {
+/// Runs forward and backward of cases and compares nothing: for a device that only compiles, or that is watched.
+pub fn exercise<O: Operation>(runner: &dyn Runner<O>, cases: &[Case<O::Config>]) -> Result<usize, String> {
+    for case in cases {
         let mut rng = draw::stream(0, &[O::STEM, "exercise", &case.name]);
         let inputs = O::draw(case, &mut rng);
         let run = |upstream: Option<&Values>| {

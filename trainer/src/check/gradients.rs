@@ -51,14 +51,24 @@ struct Compared<'a> {
     message: String,
 }
 
-/// Relative rms and slope of a gradient. Where the elements' errors are independent, the slope of n of them scatters by
-/// rms / sqrt(n); four times that is added to its band, so that a tensor of few elements is judged by its rms.
+/// The band of a gradient's slope.
+///
+/// Errors of relative rms s without direction move the slope by s over the root of the number of elements that carry the
+/// norm, (sum w^2)^2 / sum w^4; twice that is added (docs/adr/0009). The band is made of the reference's gradient and of
+/// what the arithmetic may do, never of the error at hand, which would let a fault widen its own band.
+fn slope_band(want: &[f64], bands: &Bands) -> f64 {
+    let square: f64 = want.iter().map(|w| w * w).sum();
+    let fourth: f64 = want.iter().map(|w| w.powi(4)).sum();
+    bands.slope + 2.0 * bands.noise * fourth.sqrt() / square
+}
+
+/// Relative rms and slope of a gradient.
 fn compare<'a>(param: &'a Param, got: &[f64], want: &[f64], bands: &Bands) -> Compared<'a> {
     let square: f64 = want.iter().map(|w| w * w).sum();
     let error: f64 = got.iter().zip(want).map(|(g, w)| (g - w).powi(2)).sum();
     let rms = (error / square).sqrt();
     let slope = (got.iter().zip(want).map(|(g, w)| g * w).sum::<f64>() / square - 1.0).abs();
-    let slope_band = bands.slope + 4.0 * rms / (want.len() as f64).sqrt();
+    let slope_band = slope_band(want, bands);
     let over = [rms / bands.rms, slope / slope_band];
     // A NaN is worse than anything.
     let worst = over.into_iter().map(|x| if x.is_nan() { f64::INFINITY } else { x }).fold(0.0, f64::max);
@@ -200,4 +210,23 @@ pub fn slopes<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
         }
     }
     Ok(if worst <= 1.0 { Outcome::Pass(worst) } else { Outcome::Fail(message) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Bands, slope_band};
+    use crate::config::Math;
+
+    #[test]
+    fn the_band_of_a_slope_is_wide_only_where_few_elements_carry_the_norm() {
+        let bf16 = Bands::of(Math::Bf16);
+        // Ten thousand elements would show a factor of 1.01, four would not, and one that carries the norm is as one.
+        assert!(slope_band(&[0.5; 10_000], &bf16) < 0.0061);
+        assert!((slope_band(&[0.5; 4], &bf16) - 0.055).abs() < 1e-12);
+        let mut single = [1e-6; 10_000];
+        single[7] = 1.0;
+        assert!((slope_band(&single, &bf16) - 0.105).abs() < 1e-6);
+        // f32 has no such noise.
+        assert!((slope_band(&[0.5; 4], &Bands::of(Math::F32)) - 1e-5).abs() < 1e-18);
+    }
 }
