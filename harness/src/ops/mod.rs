@@ -19,6 +19,7 @@ pub mod record;
 pub mod residual;
 pub mod retract;
 pub mod rms_norm;
+mod rounding;
 pub mod sanitise;
 pub mod short_conv;
 pub mod spectral;
