@@ -291,6 +291,27 @@ fn d2_one_token_past_the_chunk() {
     assert_equals_recurrence("last token only", &inputs, &upstream);
 }
 
+/// Repeated offsets are empty sequences: their states and the gradients of those pass through, and the others equal the
+/// recurrence.
+#[test]
+fn d3_repeated_offsets_are_empty_sequences() {
+    let lengths = (1, 21, 2, 5, 3);
+    let mut rng = rng("d3");
+    let states = |rng: &mut ChaCha8Rng| draw::normal(rng, &[4, 2, 5, 3]).mapv(|x| f64::from(x as f32));
+    let cuts = ndarray::array![0.0, 0.0, 5.0, 5.0, 21.0].into_dyn();
+    let inputs = inputs(&mut rng, lengths, -0.2).with("cu_seqlens", cuts).with("initial_state", states(&mut rng));
+    let upstream = upstream(&mut rng, lengths).with("final_state", states(&mut rng));
+    assert_equals_recurrence("four sequences", &inputs, &upstream);
+    for form in FORMS {
+        let got = run_f32(form, &inputs, &upstream);
+        for empty in [0, 2] {
+            let of_empty = |x: &ArrayD<f64>| x.index_axis(Axis(0), empty).to_owned();
+            assert_eq!(of_empty(got.outputs.at("final_state")), of_empty(inputs.at("initial_state")));
+            assert_eq!(of_empty(got.grads.at("initial_state")), of_empty(upstream.at("final_state")));
+        }
+    }
+}
+
 /// Widths that are no power of two, no multiple of a vector, or larger than one.
 #[test]
 fn e1_any_width() {
