@@ -511,7 +511,7 @@ fn plain_grads(
     grads
 }
 
-fn zeros_like<'a>((name, x): (&'static str, &'a ArrayD<f64>)) -> (&'static str, ArrayD<f64>) {
+fn zeros_like((name, x): (&'static str, &ArrayD<f64>)) -> (&'static str, ArrayD<f64>) {
     (name, ArrayD::zeros(x.raw_dim()))
 }
 
