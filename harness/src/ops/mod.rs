@@ -22,6 +22,7 @@ pub mod residual;
 pub mod retract;
 pub mod retract_all;
 pub mod rms_norm;
+mod rounding;
 pub mod sanitise;
 pub mod short_conv;
 pub mod spectral;
