@@ -87,7 +87,7 @@ mod tests {
     use super::{Exit, NonFiniteResult, NonFiniteStop};
     use crate::config::ConfigError;
     use crate::data::DataError;
-use crate::jepa_targets::TargetsError;
+    use crate::jepa_targets::TargetsError;
 
     #[test]
     fn an_error_keeps_its_exit_under_added_context() {

@@ -38,7 +38,9 @@ pub enum HostTableError {
     Foreign { path: PathBuf },
     #[error("host table: `{path}` has format {got}, expected {FORMAT}; use the version of dormouse that wrote it")]
     Format { path: PathBuf, got: u32 },
-    #[error("host table: `{path}` belongs to step {got}, the checkpoint to step {expected}; resume from another checkpoint")]
+    #[error(
+        "host table: `{path}` belongs to step {got}, the checkpoint to step {expected}; resume from another checkpoint"
+    )]
     Step { path: PathBuf, got: u64, expected: u64 },
     #[error("host table: `{path}` is [{}, {}], expected [{}, {}]; resume with the configuration of the run", got[0], got[1], expected[0], expected[1])]
     Shape { path: PathBuf, got: [u64; 2], expected: [u64; 2] },
@@ -363,7 +365,11 @@ mod tests {
         assert_eq!(HostTable::load(&path, 70, 4, WIDTH).unwrap(), table);
         let error = HostTable::load(&path, 71, 4, WIDTH).unwrap_err();
         assert!(matches!(error, HostTableError::Step { got: 70, expected: 71, .. }), "{error}");
-        assert!(error.to_string().ends_with("belongs to step 70, the checkpoint to step 71; resume from another checkpoint"));
+        assert!(
+            error
+                .to_string()
+                .ends_with("belongs to step 70, the checkpoint to step 71; resume from another checkpoint")
+        );
         let error = HostTable::load(&path, 70, 5, WIDTH).unwrap_err();
         assert!(matches!(error, HostTableError::Shape { got: [4, 3], expected: [5, 3], .. }), "{error}");
         assert!(matches!(HostTable::load(&folder.path().join("none"), 70, 4, WIDTH), Err(HostTableError::Io { .. })));

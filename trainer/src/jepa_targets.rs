@@ -59,9 +59,13 @@ pub enum TargetsError {
     Io { operation: &'static str, path: PathBuf, cause: std::io::Error },
     #[error("jepa-targets: `{path}` is not a file of JEPA targets; make one with `dormouse jepa-targets`")]
     Foreign { path: PathBuf },
-    #[error("jepa-targets: `{path}` has version {got}, expected {VERSION}; make it again with this version of dormouse")]
+    #[error(
+        "jepa-targets: `{path}` has version {got}, expected {VERSION}; make it again with this version of dormouse"
+    )]
     Version { path: PathBuf, got: u32 },
-    #[error("jepa-targets: `{path}` ends inside {place}: {got} bytes, expected {expected}; copy it again, or make it again")]
+    #[error(
+        "jepa-targets: `{path}` ends inside {place}: {got} bytes, expected {expected}; copy it again, or make it again"
+    )]
     Truncated { path: PathBuf, place: String, got: u64, expected: u64 },
     #[error("jepa-targets: `{path}` has {got} bytes, expected {expected}; it is not the file that was written")]
     TooLong { path: PathBuf, got: u64, expected: u64 },
@@ -75,7 +79,9 @@ pub enum TargetsError {
         "jepa-targets: `{path}` was made for {field} {got}, this run has {expected}; make targets for this run, or change it"
     )]
     Mismatch { path: PathBuf, field: &'static str, got: String, expected: String },
-    #[error("jepa-targets: step {step} is not in `{path}`, which holds steps {first} to {last}; make more, or train on less")]
+    #[error(
+        "jepa-targets: step {step} is not in `{path}`, which holds steps {first} to {last}; make more, or train on less"
+    )]
     NoStep { path: PathBuf, step: u64, first: u64, last: u64 },
     #[error("jepa-targets: the targets of step {step} in `{path}` belong to another mask; make targets for this run")]
     Mask { path: PathBuf, step: u64 },

@@ -49,7 +49,9 @@ mod tests {
     fn equal_coordinates_mask_equal_positions_and_every_coordinate_matters() {
         let base = span_mask(7, 3, 1, 512);
         assert_eq!(base, span_mask(7, 3, 1, 512));
-        for other in [span_mask(8, 3, 1, 512), span_mask(7, 4, 1, 512), span_mask(7, 3, 2, 512), span_mask(7, 1, 3, 512)] {
+        for other in
+            [span_mask(8, 3, 1, 512), span_mask(7, 4, 1, 512), span_mask(7, 3, 2, 512), span_mask(7, 1, 3, 512)]
+        {
             assert_ne!(base, other);
         }
     }
@@ -75,7 +77,8 @@ mod tests {
         }
         assert_eq!(masked[..FIRST_START], [0; FIRST_START]);
         // Four standard errors of 10^4 draws; at position 8 only one span can cover, at 15 all eight.
-        let within = |share: f64, want: f64| (share - want).abs() < 4.0 * (want * (1.0 - want) / f64::from(rows)).sqrt();
+        let within =
+            |share: f64, want: f64| (share - want).abs() < 4.0 * (want * (1.0 - want) / f64::from(rows)).sqrt();
         for (at, masked) in masked.iter().enumerate().skip(FIRST_START) {
             let spans = (at - FIRST_START + 1).min(SPAN_BYTES) as i32;
             let want = 1.0 - (1.0 - start_probability()).powi(spans);
@@ -101,8 +104,7 @@ mod tests {
     #[test]
     fn the_meaning_of_a_seed_is_frozen() {
         // If this changes, every old run's seed means other masks, and files of targets no longer fit.
-        assert_eq!(places(&span_mask(0, 0, 0, 96)), FROZEN);
+        let runs: Vec<usize> = (26..41).chain(59..67).chain(88..96).collect();
+        assert_eq!(places(&span_mask(0, 0, 0, 96)), runs);
     }
-
-    const FROZEN: [usize; 0] = [];
 }

@@ -140,7 +140,8 @@ fn another_run_is_refused_by_the_field_that_differs() {
     let folder = Folder::new();
     folder.written();
     let reader = Reader::open(&folder.path()).unwrap();
-    for (numbers, field) in [([8, 2, 5, 3], "seed"), ([9, 3, 5, 3], "rows"), ([9, 2, 6, 3], "len"), ([9, 2, 5, 4], "width")]
+    for (numbers, field) in
+        [([8, 2, 5, 3], "seed"), ([9, 3, 5, 3], "rows"), ([9, 2, 6, 3], "len"), ([9, 2, 5, 4], "width")]
     {
         let [seed, rows, len, width] = numbers;
         match reader.require(seed.into(), rows, len, width) {
@@ -149,7 +150,10 @@ fn another_run_is_refused_by_the_field_that_differs() {
         }
     }
     let message = reader.require(8, 2, 5, 3).unwrap_err().to_string();
-    assert!(message.ends_with("was made for seed 9, this run has 8; make targets for this run, or change it"), "{message}");
+    assert!(
+        message.ends_with("was made for seed 9, this run has 8; make targets for this run, or change it"),
+        "{message}"
+    );
 }
 
 #[test]
