@@ -128,7 +128,10 @@ impl<T: Scalar> CrossEntropy for Reference<T> {
         check_targets(OP, inputs.targets.shape(), targets.iter().map(|&t| f64::from(t)), classes)?;
         let kept = match inputs.mask {
             None => vec![true; targets.len()],
-            Some(mask) => self.read_mask(OP, "mask", mask)?,
+            Some(mask) if self.dtype(mask).is_float() => {
+                self.read(OP, "mask", mask)?.slice().iter().map(|x| x.to_f64() != 0.0).collect()
+            }
+            Some(mask) => self.read_ids(OP, "mask", mask)?.into_iter().map(|x| x != 0).collect(),
         };
         let logits = self.read(OP, "logits", inputs.logits)?;
         let rows = forward(logits.rows(), &targets, &kept);

@@ -93,6 +93,8 @@ mod tests {
     fn an_error_keeps_its_exit_under_added_context() {
         let data = anyhow::Error::from(DataError::Missing { path: "x".into() }).context("while starting");
         assert_eq!(Exit::of(&data), Exit::Data);
+        let targets = anyhow::Error::from(TargetsError::Foreign { path: "x".into() }).context("while starting");
+        assert_eq!(Exit::of(&targets), Exit::Data);
         let usage =
             anyhow::Error::from(ConfigError::Invalid { key: "a.b".into(), problem: "is 0".into(), fix: "1".into() });
         assert_eq!(Exit::of(&usage), Exit::Usage);

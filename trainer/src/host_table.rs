@@ -342,8 +342,8 @@ mod tests {
         let mut table = HostTable::new(WIDTH, numbers(6, 0));
         let before = table.clone();
         let compact = Compact::default();
-        assert_eq!(table.gather(&compact), Array2::zeros((1, WIDTH)));
-        table.update(&CONFIG, &compact, Array2::zeros((1, WIDTH)).view(), [0.1, 1.0], true).unwrap();
+        assert_eq!(table.gather(&compact), Array2::<f32>::zeros((1, WIDTH)));
+        table.update(&CONFIG, &compact, Array2::<f32>::zeros((1, WIDTH)).view(), [0.1, 1.0], true).unwrap();
         assert_eq!(table, before);
     }
 
