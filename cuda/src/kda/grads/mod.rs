@@ -382,9 +382,8 @@ fn grads_kernel(
             // For a row: dP k and dL k over the block's columns. For a column: dL r and dP q over its rows.
             let size = comptime!(RUN) << level;
             let row = tile::row(0usize, sums);
-            let block = row / comptime!(RUN) >> level;
-            let is_row = block % 2 == 1;
-            let side = block * size;
+            let is_row = (row / size) % 2 == 1;
+            let side = row / size * size;
             let from = select(is_row, side.max(size) - size, side + size);
             let other = select(is_row, second.runtime(), third.runtime());
             clear(&mut dq_sum, sums);
