@@ -1,0 +1,146 @@
+//! Whether `kda` is right at the edges of its sizes on this machine's GPU: very long, wide, narrow, many chains.
+//!
+//! ```text
+//! cargo run --release -p dormouse-cuda --example kda_sizes
+//! ```
+//!
+//! Every output and gradient of the fused kernels is compared with the token by token kernels in f32, at every
+//! precision, without and with an initial state and a gradient of the final one. A line is one problem: the largest
+//! relative RMS error, whose it is, and what is accepted. Heads that are too wide have to be refused. The exit code is 1
+//! if anything is WRONG, 2 if there is no device.
+//!
+//! `kda_sizes lavapipe` runs on Mesa's software Vulkan driver what it can do (32 KiB of shared memory, some 65,500 turns
+//! of a unit's loops, two cores instead of a GPU) and says what it leaves out.
+
+mod common;
+
+use std::process::ExitCode;
+use std::time::Instant;
+
+use common::kda::{LIMITS, Problem, config, pass};
+use common::{Draw, Values, download, relative_error};
+use dormouse_cuda::{Arm, Cuda, Device, Engine, Lavapipe};
+use dormouse_reference::kda::Kda;
+use dormouse_reference::{Error, Precision, Result, StepKey, Tensors};
+
+/// B, T, H, K, V
+type Shape = [usize; 5];
+
+const SHAPES: [Shape; 10] = [
+    [1, 65536, 1, 16, 16],
+    [1, 65536, 2, 64, 64],
+    [1, 300, 2, 256, 256],
+    [2, 130, 3, 1, 256],
+    [2, 130, 3, 256, 1],
+    [2, 50, 2, 17, 5],
+    [1, 1, 1, 1, 1],
+    [70000, 1, 1, 4, 4],
+    [1, 1, 70000, 4, 4],
+    [4096, 64, 8, 16, 16],
+];
+
+/// The widest K and V that there are.
+const WIDEST: usize = 256;
+
+fn main() -> ExitCode {
+    let lavapipe = std::env::args().nth(1).is_some_and(|word| word == Lavapipe::WORD);
+    if lavapipe { run::<Lavapipe>(on_software) } else { run::<Cuda>(|_| true) }
+}
+
+/// What Mesa's driver can do: wide heads do not fit its shared memory, long sequences its loops, and what the token by
+/// token kernels keep of many chains its largest buffer.
+fn on_software([batch, time, heads, key, value]: Shape) -> bool {
+    key <= 64 && time * key.max(value) <= 40_000 && batch * heads <= 1000
+}
+
+fn run<R: Engine>(can: fn(Shape) -> bool) -> ExitCode {
+    let b = match Device::<R>::open() {
+        Ok(b) => b,
+        Err(why) => {
+            println!("{}: {why}", R::WORD);
+            return ExitCode::from(2);
+        }
+    };
+    println!("{}", b.describe());
+    let mut wrong = 0;
+    for shape in SHAPES {
+        if !can(shape) {
+            println!("NOT RUN {} (too large for this driver)", named(shape));
+            continue;
+        }
+        for states in [false, true] {
+            match check(&b, shape, states) {
+                Ok(right) => wrong += usize::from(!right),
+                Err(why) => {
+                    println!("WRONG {}: {why}", named(shape));
+                    wrong += 1;
+                }
+            }
+        }
+    }
+    for (shape, axis) in [([1, 2, 1, WIDEST + 1, 4], "K"), ([1, 2, 1, 4, WIDEST + 1], "V")] {
+        for arm in Arm::ALL {
+            match refused(&b, shape, axis, arm) {
+                Ok(why) => println!("ok    refused {axis} {} in arm {arm}: {why}", WIDEST + 1),
+                Err(what) => {
+                    println!("WRONG {} in arm {arm}: {what}", named(shape));
+                    wrong += 1;
+                }
+            }
+        }
+    }
+    println!("{}", if wrong == 0 { "all right".to_owned() } else { format!("{wrong} WRONG") });
+    if wrong == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn named([batch, time, heads, key, value]: Shape) -> String {
+    format!("B {batch} T {time} H {heads} K {key} V {value}")
+}
+
+/// Whether every result of the fused kernels is right at every precision.
+fn check<R: Engine>(b: &Device<R>, shape: Shape, states: bool) -> Result<bool> {
+    let start = Instant::now();
+    let problem = Problem::new(&mut Draw::new(b), shape, states)?;
+    b.set_arm("kda", Arm::Plain)?;
+    let expected = fresh(b, Precision::Full, &problem)?;
+    b.set_arm("kda", Arm::Fused)?;
+    let mut right = true;
+    for (precision, limit) in LIMITS {
+        let got = fresh(b, precision, &problem)?;
+        let (mut worst, mut whose) = (0.0f64, "all");
+        for ((name, got), (_, expected)) in got.iter().zip(&expected) {
+            let error = relative_error(got, expected);
+            // NaN is the worst, and stays it.
+            if error.is_nan() || error > worst {
+                (worst, whose) = (error, name);
+            }
+        }
+        let fine = worst <= limit && got.len() == expected.len();
+        right &= fine;
+        let with = if states { "with states" } else { "no states" };
+        let verdict = if fine { "ok   " } else { "WRONG" };
+        println!("{verdict} {} {with} {precision:?}: {whose} is off by {worst:.1e}, at most {limit:.0e}", named(shape));
+    }
+    println!("      {:.1} s", start.elapsed().as_secs_f64());
+    Ok(right)
+}
+
+/// The results of a pass, whose intermediates take the place of those of the pass before.
+fn fresh<R: Engine>(b: &Device<R>, precision: Precision, problem: &Problem) -> Result<Values> {
+    // Scratch outside steps lives until the next step starts, so an empty one frees what there is.
+    b.set_graphs(false);
+    b.step(&StepKey { purpose: "kda_sizes", variant: 0 }, &mut |_| Ok(()))?;
+    download(b, pass(b, precision, problem)?)
+}
+
+/// The documented refusal of K or V beyond [`WIDEST`], or what came instead.
+fn refused<R: Engine>(b: &Device<R>, shape: Shape, axis: &str, arm: Arm) -> std::result::Result<String, String> {
+    let problem = Problem::new(&mut Draw::new(b), shape, false).map_err(|why| why.to_string())?;
+    b.set_arm("kda", arm).map_err(|why| why.to_string())?;
+    let documented = format!("{axis} of at most {WIDEST} on a device");
+    match Kda::forward(b, &config(Precision::Full), problem.inputs.as_ref()) {
+        Ok(_) => Err("not refused".to_owned()),
+        Err(why @ Error::Shape { .. }) if why.to_string().contains(&documented) => Ok(why.to_string()),
+        Err(why) => Err(format!("refused with `{why}`, which does not say `{documented}`")),
+    }
+}
