@@ -188,11 +188,22 @@ def _(rng):
     with_zero_row(zero["x"])
     kernel = single("fla.modules.rms_norm")
     return double("torch.nn.functional.rms_norm", *TORCH), {
-        "shift": differentiate(rng, "b2-t5-d8-eps1e-3-normal-shift", inputs(2, 5, 8, True), ["x", "gain", "shift"], norm(1e-3)),
-        "small_eps": differentiate(rng, "b1-t3-d16-eps1e-8-normal-shift", inputs(1, 3, 16, True), ["x", "gain", "shift"], norm(1e-8)),
+        "shift": differentiate(
+            rng, "b2-t5-d8-eps1e-3-normal-shift", inputs(2, 5, 8, True), ["x", "gain", "shift"], norm(1e-3)
+        ),
+        "small_eps": differentiate(
+            rng, "b1-t3-d16-eps1e-8-normal-shift", inputs(1, 3, 16, True), ["x", "gain", "shift"], norm(1e-8)
+        ),
         "zero_row": differentiate(rng, "b3-t4-d6-eps1e-3-zero-row", zero, ["x", "gain"], norm(1e-3)),
-        "fla": differentiate(rng, "b3-t4-d6-eps1e-3-zero-row", inputs(2, 7, 24, False), ["x", "gain"],
-                             lambda x: {"y": rms_norm(x["x"], x["gain"], None, eps=1e-3)}, dtype=torch.float32, origin=kernel),
+        "fla": differentiate(
+            rng,
+            "b3-t4-d6-eps1e-3-zero-row",
+            inputs(2, 7, 24, False),
+            ["x", "gain"],
+            lambda x: {"y": rms_norm(x["x"], x["gain"], None, eps=1e-3)},
+            dtype=torch.float32,
+            origin=kernel,
+        ),
     }
 
 
@@ -200,7 +211,9 @@ def _(rng):
 def _(rng):
     def inputs(b, t, d, affine):
         drawn = {"x": rng.standard_normal((b, t, d))}
-        return drawn | ({"gain": 1.0 + 0.3 * rng.standard_normal(d), "bias": 0.5 * rng.standard_normal(d)} if affine else {})
+        return drawn | (
+            {"gain": 1.0 + 0.3 * rng.standard_normal(d), "bias": 0.5 * rng.standard_normal(d)} if affine else {}
+        )
 
     def norm(eps, plus):
         def function(x):
@@ -216,7 +229,9 @@ def _(rng):
         "plus": differentiate(rng, "b2-t5-d8-eps1e-5-normal-gain-plus", inputs(2, 5, 8, True), names, norm(1e-5, True)),
         "plain": differentiate(rng, "b1-t3-d16-eps1e-5-normal-plus", inputs(1, 3, 16, False), ["x"], norm(1e-5, True)),
         "far_mean": differentiate(rng, "b2-t3-d12-eps1e-5-far-mean-gain-plus", far, names, norm(1e-5, True)),
-        "zero_row": differentiate(rng, "b3-t4-d6-eps1e-3-zero-row-gain", {**inputs(3, 4, 6, True)}, names, norm(1e-3, False)),
+        "zero_row": differentiate(
+            rng, "b3-t4-d6-eps1e-3-zero-row-gain", {**inputs(3, 4, 6, True)}, names, norm(1e-3, False)
+        ),
     }
 
 
@@ -232,17 +247,30 @@ def _(rng):
 
     near_eps = {"x": 1e-3 * rng.standard_normal((2, 3, 3, 5))}
     return double("torch.nn.functional.rms_norm with weight K^(-1/2)", *TORCH), {
-        "plain": differentiate(rng, "b2-t5-h3-k8-eps1e-6-normal", {"x": rng.standard_normal((2, 5, 3, 8))}, ["x"], norm(1e-6)),
+        "plain": differentiate(
+            rng, "b2-t5-h3-k8-eps1e-6-normal", {"x": rng.standard_normal((2, 5, 3, 8))}, ["x"], norm(1e-6)
+        ),
         "near_eps": differentiate(rng, "b2-t3-h3-k5-eps1e-6-near-eps", near_eps, ["x"], norm(1e-6)),
-        "fla": differentiate(rng, "b2-t5-h3-k8-eps1e-6-normal", {"x": rng.standard_normal((2, 5, 3, 16))}, ["x"],
-                             lambda x: {"y": l2norm(x["x"], 1e-6)}, dtype=torch.float32, origin=single("fla.modules.l2norm")),
+        "fla": differentiate(
+            rng,
+            "b2-t5-h3-k8-eps1e-6-normal",
+            {"x": rng.standard_normal((2, 5, 3, 16))},
+            ["x"],
+            lambda x: {"y": l2norm(x["x"], 1e-6)},
+            dtype=torch.float32,
+            origin=single("fla.modules.l2norm"),
+        ),
     }
 
 
 @stem("gated_rms_norm")
 def _(rng):
     def inputs(*shape):
-        return {"o": rng.standard_normal(shape), "zeta": rng.standard_normal(shape), "gain": 1.0 + 0.3 * rng.standard_normal(shape[-1])}
+        return {
+            "o": rng.standard_normal(shape),
+            "zeta": rng.standard_normal(shape),
+            "gain": 1.0 + 0.3 * rng.standard_normal(shape[-1]),
+        }
 
     def norm(eps):
         return lambda x: {"y": F.rms_norm(x["o"], x["o"].shape[-1:], x["gain"], eps) * torch.sigmoid(x["zeta"])}
@@ -253,9 +281,15 @@ def _(rng):
     return double("torch.nn.functional.rms_norm and torch.sigmoid", *TORCH), {
         "plain": differentiate(rng, "b2-t5-h3-v8-eps1e-5-normal", inputs(2, 5, 3, 8), names, norm(1e-5)),
         "small_rows": differentiate(rng, "b2-t3-h2-v16-eps1e-8-small-rows", small, names, norm(1e-8)),
-        "fla": differentiate(rng, "b2-t5-h3-v8-eps1e-5-normal", inputs(2, 5, 3, 16), names,
-                             lambda x: {"y": rms_norm_gated(x["o"], x["zeta"], x["gain"], None, "sigmoid", eps=1e-5)},
-                             dtype=torch.float32, origin=single("fla.modules.fused_norm_gate.rms_norm_gated")),
+        "fla": differentiate(
+            rng,
+            "b2-t5-h3-v8-eps1e-5-normal",
+            inputs(2, 5, 3, 16),
+            names,
+            lambda x: {"y": rms_norm_gated(x["o"], x["zeta"], x["gain"], None, "sigmoid", eps=1e-5)},
+            dtype=torch.float32,
+            origin=single("fla.modules.fused_norm_gate.rms_norm_gated"),
+        ),
     }
 
 
@@ -280,24 +314,42 @@ def _(rng):
 
     def kernel(x):
         # Its state has the four last tokens, of which the next part does not read the oldest.
-        y, after = causal_conv1d(x["x"], x["weight"].T.contiguous(), x["bias"], output_final_state=True, activation="silu")
+        y, after = causal_conv1d(
+            x["x"], x["weight"].T.contiguous(), x["bias"], output_final_state=True, activation="silu"
+        )
         return {"y": y, "context": after[:, :, 1:].transpose(1, 2).contiguous()}
 
     every = ["x", "weight", "context", "bias"]
     return double("torch.nn.functional.conv1d and silu", *TORCH), {
-        "carried": differentiate(rng, "b2-t9-c5-normal-carried-context-bias", inputs(2, 9, 5, "context", "bias"), every, convolution),
-        "short": differentiate(rng, "b3-t2-c3-normal-carried-context-bias", inputs(3, 2, 3, "context", "bias"), every, convolution),
+        "carried": differentiate(
+            rng, "b2-t9-c5-normal-carried-context-bias", inputs(2, 9, 5, "context", "bias"), every, convolution
+        ),
+        "short": differentiate(
+            rng, "b3-t2-c3-normal-carried-context-bias", inputs(3, 2, 3, "context", "bias"), every, convolution
+        ),
         "first": differentiate(rng, "b2-t7-c3-normal", inputs(2, 7, 3), ["x", "weight"], convolution, ["context"]),
-        "fla": differentiate(rng, "b2-t6-c4-saturated-carried-bias", inputs(2, 10, 16, "bias"), ["x", "weight", "bias"], kernel,
-                             ["context"], torch.float32, single("fla.modules.causal_conv1d")),
+        "fla": differentiate(
+            rng,
+            "b2-t6-c4-saturated-carried-bias",
+            inputs(2, 10, 16, "bias"),
+            ["x", "weight", "bias"],
+            kernel,
+            ["context"],
+            torch.float32,
+            single("fla.modules.causal_conv1d"),
+        ),
     }
 
 
 @stem("decay_gate")
 def _(rng):
     def inputs(b, t, h, k):
-        return {"z": 2.0 * rng.standard_normal((b, t, h, k)), "y": 2.0 * rng.standard_normal((b, t, h)),
-                "a_log": 0.5 * rng.standard_normal(h), "dt_bias": rng.standard_normal((h, k))}
+        return {
+            "z": 2.0 * rng.standard_normal((b, t, h, k)),
+            "y": 2.0 * rng.standard_normal((b, t, h)),
+            "a_log": 0.5 * rng.standard_normal(h),
+            "dt_bias": rng.standard_normal((h, k)),
+        }
 
     def gate(bound, beta_scale, function, **options):
         def both(x):
@@ -315,15 +367,38 @@ def _(rng):
     kernel = single("fla.ops.kda.gate.fused_kda_gate")
     with as_double("float"):
         cases = {
-            "bounded": differentiate(rng, "b2-t5-h3-k4-bounded-5-beta1-normal", inputs(2, 5, 3, 4), names, plain(-5.0, 1.0)),
-            "bounded_negative": differentiate(rng, "b2-t5-h3-k4-bounded-5-beta2-open", inputs(2, 5, 3, 4), names, plain(-5.0, 2.0)),
-            "strongest": differentiate(rng, "b1-t3-h2-k3-bounded-5.9-beta1-normal", inputs(1, 3, 2, 3), names, plain(-5.9, 1.0)),
-            "softplus": differentiate(rng, "b2-t5-h3-k4-softplus-beta2-normal", inputs(2, 5, 3, 4), names, plain(None, 2.0)),
+            "bounded": differentiate(
+                rng, "b2-t5-h3-k4-bounded-5-beta1-normal", inputs(2, 5, 3, 4), names, plain(-5.0, 1.0)
+            ),
+            "bounded_negative": differentiate(
+                rng, "b2-t5-h3-k4-bounded-5-beta2-open", inputs(2, 5, 3, 4), names, plain(-5.0, 2.0)
+            ),
+            "strongest": differentiate(
+                rng, "b1-t3-h2-k3-bounded-5.9-beta1-normal", inputs(1, 3, 2, 3), names, plain(-5.9, 1.0)
+            ),
+            "softplus": differentiate(
+                rng, "b2-t5-h3-k4-softplus-beta2-normal", inputs(2, 5, 3, 4), names, plain(None, 2.0)
+            ),
         }
-    for name, config, bound, scale in [("fla_bounded", "b2-t5-h3-k4-bounded-5-beta1-normal", -5.0, 1.0),
-                                       ("fla_softplus", "b2-t5-h3-k4-softplus-beta2-normal", None, 2.0)]:
-        cases[name] = differentiate(rng, config, inputs(2, 5, 3, 16), names, gate(bound, scale, fused_kda_gate), dtype=torch.float32, origin=kernel)
-    return double("fla.ops.kda.gate.naive_kda_gate and naive_kda_lowerbound_gate in f64, torch.sigmoid", "fla-core", "torch"), cases
+    for name, config, bound, scale in [
+        ("fla_bounded", "b2-t5-h3-k4-bounded-5-beta1-normal", -5.0, 1.0),
+        ("fla_softplus", "b2-t5-h3-k4-softplus-beta2-normal", None, 2.0),
+    ]:
+        cases[name] = differentiate(
+            rng,
+            config,
+            inputs(2, 5, 3, 16),
+            names,
+            gate(bound, scale, fused_kda_gate),
+            dtype=torch.float32,
+            origin=kernel,
+        )
+    return (
+        double(
+            "fla.ops.kda.gate.naive_kda_gate and naive_kda_lowerbound_gate in f64, torch.sigmoid", "fla-core", "torch"
+        ),
+        cases,
+    )
 
 
 KDA_GRADS = ["q", "k", "v", "g", "beta", "initial_state"]
@@ -339,8 +414,14 @@ def kda_inputs(rng, b, t, h, k, v, gates="spread"):
     if gates == "repeated":
         keys = np.broadcast_to(keys[:, :1], keys.shape).copy()
         g = 0.02 * g
-    return {"q": unit_rows(rng.standard_normal((b, t, h, k))), "k": keys, "v": rng.standard_normal((b, t, h, v)), "g": g,
-            "beta": rng.uniform(0.05, 1.0, (b, t, h)), "initial_state": rng.standard_normal((b, h, k, v))}
+    return {
+        "q": unit_rows(rng.standard_normal((b, t, h, k))),
+        "k": keys,
+        "v": rng.standard_normal((b, t, h, v)),
+        "g": g,
+        "beta": rng.uniform(0.05, 1.0, (b, t, h)),
+        "initial_state": rng.standard_normal((b, h, k, v)),
+    }
 
 
 @stem("kda")
@@ -352,7 +433,16 @@ def _(rng):
 
     def through(function, **options):
         def run(x):
-            o, state = function(x["q"], x["k"], x["v"], x["g"], x["beta"], initial_state=x["initial_state"], output_final_state=True, **options)
+            o, state = function(
+                x["q"],
+                x["k"],
+                x["v"],
+                x["g"],
+                x["beta"],
+                initial_state=x["initial_state"],
+                output_final_state=True,
+                **options,
+            )
             return {"o": o, "final_state": state}
 
         return run
@@ -361,14 +451,26 @@ def _(rng):
         # With the same number in every channel of both gates, Gated DeltaNet-2 is KDA.
         def run(x):
             b, w = [x["beta"].unsqueeze(-1).expand_as(x[name]) for name in ["k", "v"]]
-            o, state = function(x["q"], x["k"], x["v"], x["g"], b, w, initial_state=x["initial_state"], output_final_state=True, **options)
+            o, state = function(
+                x["q"],
+                x["k"],
+                x["v"],
+                x["g"],
+                b,
+                w,
+                initial_state=x["initial_state"],
+                output_final_state=True,
+                **options,
+            )
             return {"o": o, "final_state": state}
 
         return run
 
     def with_one_decay(x):
         # With the same decay in every channel of a head, KDA is the gated delta rule.
-        o, state = naive_recurrent_gated_delta_rule(x["q"], x["k"], x["v"], x["beta"], x["g"][..., 0], initial_state=x["initial_state"], output_final_state=True)
+        o, state = naive_recurrent_gated_delta_rule(
+            x["q"], x["k"], x["v"], x["beta"], x["g"][..., 0], initial_state=x["initial_state"], output_final_state=True
+        )
         return {"o": o, "final_state": state}
 
     plain = through(naive_recurrent_kda)
@@ -381,22 +483,75 @@ def _(rng):
         draw = lambda *shape, **options: kda_inputs(rng, *shape, **options)
         cases = {
             "recurrent": differentiate(rng, recurrent, draw(2, 13, 2, 5, 3), KDA_GRADS, plain),
-            "recurrent_against_chunks": differentiate(rng, sixteen, draw(1, 19, 2, 4, 7), KDA_GRADS, plain),
+            "recurrent_against_chunks": differentiate(rng, sixteen, draw(1, 19, 1, 4, 7), KDA_GRADS, plain),
             "cut": differentiate(rng, recurrent, draw(1, 11, 2, 6, 4, gates="cut"), KDA_GRADS, plain),
             "cut_against_chunks": differentiate(rng, four, draw(1, 11, 2, 6, 4, gates="cut"), KDA_GRADS, plain),
             "repeated_keys": differentiate(rng, sixteen, draw(1, 20, 1, 6, 4, gates="repeated"), KDA_GRADS, plain),
-            "chunk": differentiate(rng, recurrent, draw(1, 24, 2, 4, 6, gates="mild"), KDA_GRADS, through(naive_chunk_kda, chunk_size=8), origin=chunk),
-            "chunk_against_chunks": differentiate(rng, sixty_four, draw(1, 128, 1, 5, 3, gates="mild"), KDA_GRADS, through(naive_chunk_kda, chunk_size=64), origin=chunk),
-            "gated_delta_rule": differentiate(rng, four, one_decay, without_g, with_one_decay, origin=named("fla.ops.gated_delta_rule.naive.naive_recurrent_gated_delta_rule")),
-            "gdn2": differentiate(rng, recurrent, draw(2, 9, 2, 5, 3), KDA_GRADS, with_gates(naive_recurrent_gdn2), origin=named("fla.ops.gdn2.naive.naive_recurrent_gdn2")),
-            "gdn2_chunk": differentiate(rng, sixteen, draw(1, 21, 2, 5, 3, gates="mild"), KDA_GRADS, with_gates(naive_chunk_gdn2, chunk_size=8), origin=named("fla.ops.gdn2.naive.naive_chunk_gdn2")),
+            "chunk": differentiate(
+                rng,
+                recurrent,
+                draw(1, 24, 1, 4, 6, gates="mild"),
+                KDA_GRADS,
+                through(naive_chunk_kda, chunk_size=8),
+                origin=chunk,
+            ),
+            "chunk_against_chunks": differentiate(
+                rng,
+                sixty_four,
+                draw(1, 72, 1, 5, 3, gates="mild"),
+                KDA_GRADS,
+                through(naive_chunk_kda, chunk_size=24),
+                origin=chunk,
+            ),
+            "gated_delta_rule": differentiate(
+                rng,
+                four,
+                one_decay,
+                without_g,
+                with_one_decay,
+                origin=named("fla.ops.gated_delta_rule.naive.naive_recurrent_gated_delta_rule"),
+            ),
+            "gdn2": differentiate(
+                rng,
+                recurrent,
+                draw(2, 9, 2, 5, 3),
+                KDA_GRADS,
+                with_gates(naive_recurrent_gdn2),
+                origin=named("fla.ops.gdn2.naive.naive_recurrent_gdn2"),
+            ),
+            "gdn2_chunk": differentiate(
+                rng,
+                sixteen,
+                draw(1, 21, 1, 5, 3, gates="mild"),
+                KDA_GRADS,
+                with_gates(naive_chunk_gdn2, chunk_size=8),
+                origin=named("fla.ops.gdn2.naive.naive_chunk_gdn2"),
+            ),
         }
     # These kernels take every decay as the difference of two running sums within a chunk of 64 tokens.
     sums = "the source computes in f32: running sums of g up to 64 * 2.5 = 160 round by 160 * 6e-8, which is relative after exp"
     kernels = {
-        "fla_chunk": (sixty_four, draw(1, 68, 1, 16, 16, gates="mild"), KDA_GRADS, chunk_kda, single("fla.ops.kda.chunk_kda")),
-        "fla_chunk_spread": (sixteen, draw(1, 68, 1, 16, 16), KDA_GRADS, chunk_kda, single("fla.ops.kda.chunk_kda", 1e-5, sums)),
-        "fla_recurrent": (recurrent, draw(2, 12, 2, 8, 8), [], fused_recurrent_kda, single("fla.ops.kda.fused_recurrent_kda")),
+        "fla_chunk": (
+            sixty_four,
+            draw(1, 68, 1, 8, 16, gates="mild"),
+            KDA_GRADS,
+            chunk_kda,
+            single("fla.ops.kda.chunk_kda"),
+        ),
+        "fla_chunk_spread": (
+            sixteen,
+            draw(1, 68, 1, 16, 8),
+            KDA_GRADS,
+            chunk_kda,
+            single("fla.ops.kda.chunk_kda", 1e-5, sums),
+        ),
+        "fla_recurrent": (
+            recurrent,
+            draw(2, 12, 2, 8, 8),
+            [],
+            fused_recurrent_kda,
+            single("fla.ops.kda.fused_recurrent_kda"),
+        ),
     }
     for name, (config, inputs, learned, function, origin) in kernels.items():
         cases[name] = differentiate(rng, config, inputs, learned, through(function), dtype=torch.float32, origin=origin)
@@ -413,14 +568,20 @@ def _(rng):
         return {"y": y, "plus": x["x"].clone()}
 
     def inputs(b, t, i, o):
-        return {"x": rng.standard_normal((b, t, i)), "weight": rng.standard_normal((i, o)), "bias": rng.standard_normal(o)}
+        return {
+            "x": rng.standard_normal((b, t, i)),
+            "weight": rng.standard_normal((i, o)),
+            "bias": rng.standard_normal(o),
+        }
 
     bare = inputs(3, 4, 6, 6)
     del bare["bias"]
     return double("torch.nn.functional.linear", *TORCH), {
         "bias": differentiate(rng, "b2-t5-i8-o3-normal-bias-plus", inputs(2, 5, 8, 3), ["x", "weight", "bias"], linear),
         "bare": differentiate(rng, "b3-t4-i6-o6-normal-plus", bare, ["x", "weight"], linear),
-        "wide": differentiate(rng, "b2-t7-i33-o17-activations-bias-plus", inputs(2, 7, 33, 17), ["x", "weight", "bias"], linear),
+        "wide": differentiate(
+            rng, "b2-t7-i33-o17-activations-bias-plus", inputs(2, 7, 33, 17), ["x", "weight", "bias"], linear
+        ),
     }
 
 
@@ -439,7 +600,10 @@ def _(rng):
 @stem("cross_entropy")
 def _(rng):
     def case(config, b, t, c, mask=False, size=2.0, denominator=None):
-        inputs = {"logits": size * rng.standard_normal((b, t, c)), "targets": rng.integers(0, c, (b, t)).astype(np.float64)}
+        inputs = {
+            "logits": size * rng.standard_normal((b, t, c)),
+            "targets": rng.integers(0, c, (b, t)).astype(np.float64),
+        }
         if mask:
             inputs["mask"] = (rng.uniform(size=(b, t)) < 0.7).astype(np.float64)
             inputs["mask"][0, :2] = [1.0, 0.0]
@@ -470,8 +634,12 @@ def _(rng):
 @stem("spectral")
 def _(rng):
     def inputs(b, t, i, o, r):
-        return {"x": rng.standard_normal((b, t, i)), "u": rng.standard_normal((i, r)) / i**0.5, "s": rng.uniform(0.2, 2.0, r),
-                "v": rng.standard_normal((o, r)) / o**0.5}
+        return {
+            "x": rng.standard_normal((b, t, i)),
+            "u": rng.standard_normal((i, r)) / i**0.5,
+            "s": rng.uniform(0.2, 2.0, r),
+            "v": rng.standard_normal((o, r)) / o**0.5,
+        }
 
     def spectral(x):
         # The whole matrix, which the operation never forms.
@@ -521,7 +689,11 @@ def _(rng):
 @stem("controller")
 def _(rng):
     def case(config, b, t, d, e):
-        inputs = {"c": rng.standard_normal((b, t, d)), "x0": rng.standard_normal((b, t, d)), "weight": 0.5 * rng.standard_normal((2 * d, 3 + e))}
+        inputs = {
+            "c": rng.standard_normal((b, t, d)),
+            "x0": rng.standard_normal((b, t, d)),
+            "weight": 0.5 * rng.standard_normal((2 * d, 3 + e)),
+        }
 
         def gates(x):
             raw = F.linear(torch.cat([x["c"], x["x0"]], -1), x["weight"].T)
@@ -539,8 +711,12 @@ def _(rng):
 @stem("blend")
 def _(rng):
     def case(config, b, t, d, e, lam_max, memory=True):
-        inputs = {"gates": rng.uniform(0.05, 0.95, (b, t, 3 + e)), "attn": rng.standard_normal((b, t, d)),
-                  "dense": rng.standard_normal((b, t, d)), "experts": rng.standard_normal((e, b, t, d))}
+        inputs = {
+            "gates": rng.uniform(0.05, 0.95, (b, t, 3 + e)),
+            "attn": rng.standard_normal((b, t, d)),
+            "dense": rng.standard_normal((b, t, d)),
+            "experts": rng.standard_normal((e, b, t, d)),
+        }
         if memory:
             inputs["memory"] = rng.standard_normal((b, t, d))
 
@@ -563,9 +739,14 @@ def _(rng):
 def _(rng):
     def case(config, *shape):
         inputs = {"c": rng.standard_normal(shape), "y": rng.standard_normal(shape), "rho": one(rng.uniform(0.5, 1.5))}
-        return differentiate(rng, config, inputs, ["c", "y", "rho"], lambda x: {"h": torch.addcmul(x["c"], x["rho"], x["y"])})
+        return differentiate(
+            rng, config, inputs, ["c", "y", "rho"], lambda x: {"h": torch.addcmul(x["c"], x["rho"], x["y"])}
+        )
 
-    return double("torch.addcmul", *TORCH), {"plain": case("b2-t5-d8-normal", 2, 5, 8), "wide": case("b2-t7-d33-activations", 2, 7, 33)}
+    return double("torch.addcmul", *TORCH), {
+        "plain": case("b2-t5-d8-normal", 2, 5, 8),
+        "wide": case("b2-t7-d33-activations", 2, 7, 33),
+    }
 
 
 # The optimiser and what goes with it.
@@ -578,7 +759,11 @@ def _(rng):
         parts = [torch.nn.Parameter(torch.tensor(params[a:b])) for a, b, _ in groups]
         found = {}
         optimiser = torch.optim.AdamW(
-            [{"params": [p], "weight_decay": decay} for p, (_, _, decay) in zip(parts, groups)], lr=0.1, betas=(0.9, 0.95), eps=1e-8)
+            [{"params": [p], "weight_decay": decay} for p, (_, _, decay) in zip(parts, groups)],
+            lr=0.1,
+            betas=(0.9, 0.95),
+            eps=1e-8,
+        )
         flat = {"params": params, "m": np.zeros(length), "v": np.zeros(length)}
         for step in range(1, 11):
             lr, grads = rng.uniform(0.05, 0.3), rng.standard_normal(length)
@@ -634,12 +819,19 @@ def _(rng):
                 after["params"][where] = p.detach().numpy()
                 after["m"][where] = optimiser.state[p]["momentum_buffer"].numpy()
             inputs = flat | {"grads": grads, "lr": one(lr), "apply": one(1)}
-            found[f"{name}{step:02}"] = Case(config, inputs, {f"{key}_after": value for key, value in after.items()}, origin=origin)
+            found[f"{name}{step:02}"] = Case(
+                config, inputs, {f"{key}_after": value for key, value in after.items()}, origin=origin
+            )
             flat = after
         return found
 
-    mixed = [(1, [2, 6, 4], 1, 1.0, 0.0), (50, [1, 4, 7], 1, 1.5, 0.1), (79, [1, 5, 12], 3, 1.0, 0.2), (140, [1, 3, 8], 2, 0.5, 0.0),
-             (165, [1, 6, 4], 1, 2.0, 0.0)]
+    mixed = [
+        (1, [2, 6, 4], 1, 1.0, 0.0),
+        (50, [1, 4, 7], 1, 1.5, 0.1),
+        (79, [1, 5, 12], 3, 1.0, 0.2),
+        (140, [1, 3, 8], 2, 0.5, 0.0),
+        (165, [1, 6, 4], 1, 2.0, 0.0),
+    ]
     shapes = "2x6x4h1-1x4x7h1-1x5x12h3-1x3x8h2-1x6x4h1"
     why = "2 a^iterations roundings, a = 3.4445: a rounding grows as a vanishing singular value does"
     eight = double("torch.optim.Muon, its iteration in f64", *TORCH, tol=5e-12, why=why)
@@ -713,7 +905,9 @@ def _(rng):
     def case(config, ranges, momentum):
         teacher, online = rng.standard_normal((2, 40))
         after = torch.tensor(teacher)
-        get_ema_multi_avg_fn(momentum)([after[a:b] for a, b in ranges], [torch.tensor(online[a:b]) for a, b in ranges], 1)
+        get_ema_multi_avg_fn(momentum)(
+            [after[a:b] for a, b in ranges], [torch.tensor(online[a:b]) for a, b in ranges], 1
+        )
         return Case(config, {"teacher": teacher, "online": online, "apply": one(1)}, {"teacher_after": after.numpy()})
 
     return double("torch.optim.swa_utils.get_ema_multi_avg_fn", *TORCH), {
@@ -747,7 +941,12 @@ def write(path, origin, cases):
     origins = {"": origin} | {f".{name}": case.origin for name, case in cases.items() if case.origin}
     for suffix, o in origins.items():
         versions = ", ".join(f"{package} {metadata.version(package)}" for package in o.packages)
-        text |= {f"source{suffix}": o.source, f"version{suffix}": versions, f"tol{suffix}": repr(o.tol), f"why{suffix}": o.why}
+        text |= {
+            f"source{suffix}": o.source,
+            f"version{suffix}": versions,
+            f"tol{suffix}": repr(o.tol),
+            f"why{suffix}": o.why,
+        }
     for name, case in cases.items():
         text[f"config.{name}"] = case.config
         for part, arrays in [("in", case.inputs), ("up", case.upstream), ("out", case.outputs), ("grad", case.grads)]:
