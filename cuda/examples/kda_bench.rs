@@ -75,6 +75,9 @@ fn bench<R: Engine>([batch, time, heads, key, value]: [usize; 5], runs: usize) -
         v: tensor(&narrow, |x| 1.7 * x, false)?,
         g: tensor(&wide, |x| -5.0 / (1.0 + (3.0 - 2.0 * x).exp()), false)?,
         beta: tensor(&one, |x| 0.5 + 0.4 * x, false)?,
+        b: None,
+        w: None,
+        cu_seqlens: None,
         initial_state: None,
     };
     let upstream = Outputs { o: tensor(&narrow, |x| 1.7 * x, false)?, final_state: None };

@@ -55,6 +55,7 @@ impl<R: Engine> Spectral for Device<R> {
         params: Params<&Tensor>,
     ) -> Result<(Outputs<Tensor>, Saved)> {
         const OP: &str = "spectral::forward";
+        factors::check_format(OP, config.format)?;
         let x = inputs.x;
         let dims = bind(OP, x.shape(), params.clone().map(|_, p| p.shape()))?;
         self.check_floats(OP, &[("x", x)])?;
@@ -111,6 +112,7 @@ impl<R: Engine> Spectral for Device<R> {
         into: Params<&Tensor>,
     ) -> Result<Grads<Tensor>> {
         const OP: &str = "spectral::backward";
+        factors::check_format(OP, config.format)?;
         let Saved { x, params, arm } = saved;
         let dy = upstream.y;
         let mut dims = bind(OP, x.shape(), params.as_ref().map(|_, p| p.shape()))?;

@@ -49,6 +49,9 @@ fn inputs([batch, time, heads, key, value]: Lengths, gate: fn(f64) -> f64) -> In
         v: draw(&[batch, time, heads, value]),
         g: draw(&wide).mapv(gate),
         beta: draw(&wide[..3]).mapv(|x| 0.5 + 0.25 * x),
+        b: None,
+        w: None,
+        cu_seqlens: None,
         initial_state: Some(draw(&[batch, heads, key, value])),
     };
     inputs.map(|_, x| x.mapv(|x| f64::from(x as f32)))
@@ -166,7 +169,8 @@ fn what_a_device_cannot_do_is_refused_by_name() {
         let tensor = |shape: &[usize]| b.persistent(shape, DType::F32).unwrap();
         let wide = [batch, time, heads, key];
         let (q, v, beta) = (tensor(&wide), tensor(&[batch, time, heads, value]), tensor(&wide[..3]));
-        let inputs = Inputs { q: &q, k: &q, v: &v, g: &q, beta: &beta, initial_state: None };
+        let inputs =
+            Inputs { q: &q, k: &q, v: &v, g: &q, beta: &beta, b: None, w: None, cu_seqlens: None, initial_state: None };
         Kda::forward(&b, &config(precision), inputs).map(|_| ()).unwrap_err()
     };
     let wide = error(Precision::Full, [1, 2, 1, 257, 4]);
@@ -174,6 +178,24 @@ fn what_a_device_cannot_do_is_refused_by_name() {
     assert!(wide.to_string().contains("K of at most 256"), "{wide}");
     assert!(matches!(error(Precision::Full, [1, 2, 1, 4, 257]), Error::Shape { arg: "v", .. }));
     assert!(matches!(error(Precision::Bf16, [1, 2, 1, 4, 4]), Error::Config { field: "precision", .. }));
+    let (wide, cuts) = (b.persistent(&[1, 2, 1, 4], DType::F32).unwrap(), b.persistent(&[2], DType::U32).unwrap());
+    let beta = b.persistent(&[1, 2, 1], DType::F32).unwrap();
+    for option in ["b", "w", "cu_seqlens"] {
+        let there = |name: &str| (option == name).then_some(&wide);
+        let inputs = Inputs {
+            q: &wide,
+            k: &wide,
+            v: &wide,
+            g: &wide,
+            beta: &beta,
+            b: there("b"),
+            w: there("w"),
+            cu_seqlens: (option == "cu_seqlens").then_some(&cuts),
+            initial_state: None,
+        };
+        let refused = Kda::forward(&b, &config(Precision::Full), inputs).map(|_| ()).unwrap_err();
+        assert!(matches!(refused, Error::Presence { arg, .. } if arg == option), "{refused}");
+    }
     b.set_arms(Arm::Fused);
     let large = error(Precision::Full, [1, 2, 1, 256, 4]).to_string();
     assert!(large.contains("kda::forward") && large.contains("bytes of shared memory"), "{large}");

@@ -277,6 +277,23 @@ pub trait Operation: Sized + Sync + 'static {
         &[]
     }
 
+    /// The axis whose places belong to those of `axis`, as several value heads to a key head: place i of `axis` owns an
+    /// equal share of them, the i-th. Law [`Law::Independent`] takes both.
+    fn owned_axis(_axis: &str) -> Option<&'static str> {
+        None
+    }
+
+    /// The inputs whose gradient is not the derivative under this config but passes a rounding by. Gates `fd` and `adj`
+    /// leave them to `form` and to the operation's laws.
+    fn straight_through(_config: &Self::Config) -> &'static [&'static str] {
+        &[]
+    }
+
+    /// Whether a device computes this case. A device refuses the others; the gates of devices leave them out.
+    fn on_devices(_case: &Case<Self::Config>) -> bool {
+        true
+    }
+
     /// The size of a finite-difference direction for one input.
     fn direction_scale(_name: &str, values: &ArrayD<f64>) -> f64 {
         crate::draw::typical_magnitude(values)

@@ -33,7 +33,8 @@ fn kda(c: &mut Criterion) {
     let g = noise(&b, &wide, |x| -0.1 * (1.0 + x));
     let beta = noise(&b, &wide[..3], |x| 0.5 + 0.4 * x);
     let d_o = noise(&b, &wide, |x| x);
-    let inputs = Inputs { q: &q, k: &k, v: &v, g: &g, beta: &beta, initial_state: None };
+    let inputs =
+        Inputs { q: &q, k: &k, v: &v, g: &g, beta: &beta, b: None, w: None, cu_seqlens: None, initial_state: None };
     let mut group = c.benchmark_group("kda");
     group.throughput(Throughput::Elements((BATCH * TIME * HEADS) as u64));
     for (name, form) in [("recurrent", Form::Recurrent), ("chunked64", Form::Chunked { chunk: 64 })] {

@@ -202,6 +202,15 @@ impl<T: Scalar> Reference<T> {
         }
     }
 
+    /// Reads a mask: true where the element is not 0. Real numbers and ids are both accepted.
+    pub fn read_mask(&self, op: &'static str, arg: &'static str, tensor: &Tensor<T>) -> Result<Vec<bool>> {
+        if self.dtype(tensor).is_float() {
+            Ok(self.read(op, arg, tensor)?.slice().iter().map(|x| x.to_f64() != 0.0).collect())
+        } else {
+            Ok(self.read_ids(op, arg, tensor)?.into_iter().map(|x| x != 0).collect())
+        }
+    }
+
     /// Changes a persistent tensor of real numbers in place. Its buffer must not be in use by the same call, as it is
     /// when a gradient is accumulated into the parameter itself: that is [`Error::Aliased`].
     pub fn update<R>(
@@ -285,6 +294,16 @@ impl<T: Scalar> Reference<T> {
             shape: shape.into(),
             life: self.scratch_life(),
         }
+    }
+
+    /// Scratch of `u32` that takes over ids, as `shape`.
+    ///
+    /// # Panics
+    /// If the element counts differ: the operation computed the ids, so it knows their shape.
+    pub fn adopt_ids(&self, ids: Vec<u32>, shape: &[usize]) -> Tensor<T> {
+        assert_eq!(ids.len(), shape.iter().product::<usize>(), "adopted ids fill their shape");
+        let buffer = Arc::new(Buffer::U32(RwLock::new(ids)));
+        Tensor { buffer, start: 0, shape: shape.into(), life: self.scratch_life() }
     }
 
     /// A persistent tensor with these values. For the harness and for tests.

@@ -30,6 +30,7 @@ use crate::checked::Checked;
 use crate::cpu::{Reference, Tensor, Values, full_precision};
 use crate::dims::Dims;
 use crate::error::{Error, Result};
+use crate::factor_format::FactorFormat;
 use crate::fields;
 use crate::scalar::Scalar;
 use crate::spectral::{self, FactorGrads, Factors};
@@ -42,6 +43,8 @@ pub struct Config {
     pub precision: Precision,
     /// What happens between the two maps.
     pub ffn: Ffn,
+    /// What the factors of every map are rounded to where the maths uses them, as in [`spectral`].
+    pub format: FactorFormat,
 }
 
 /// The nonlinearity.
@@ -107,7 +110,7 @@ fields! {
 /// # Errors
 /// `Shape` if the parameters do not fit `u` or each other, if E, D, F or R is zero, or if an upstream gradient, `plus` or
 /// a tensor of `into` has another shape than what it is the gradient of; `Presence` if the gate parameters do not fit
-/// the config; `Config` if the backend lacks the precision.
+/// the config; `Config` if the backend lacks the precision or the format.
 pub trait Expert: Tensors {
     /// What `forward` hands to `backward`.
     type Saved;
@@ -182,7 +185,7 @@ impl<T: Scalar> Expert for Reference<T> {
             .outer_iter_mut()
             .enumerate()
             .map(|(e, y)| {
-                let maps = Maps::of(&values, e);
+                let maps = Maps::of(config.format, &values, e);
                 let mut h = Array2::zeros((rows, hidden));
                 let up_a = spectral::forward(u.rows(), &maps.up, h.view_mut());
                 let (gate_a, activation) = match &maps.gate {
@@ -232,7 +235,7 @@ impl<T: Scalar> Expert for Reference<T> {
         let dy = dy.expect("the shape was bound");
         let values = saved.params.as_ref().try_map(|arg, p| self.read(OP, arg, p))?;
         for (e, expert) in saved.experts.iter().enumerate() {
-            let maps = Maps::of(&values, e);
+            let maps = Maps::of(config.format, &values, e);
             let activation = &expert.activation;
             let mut dact = Array2::zeros(activation.act.raw_dim());
             let down = spectral::backward(
@@ -321,11 +324,10 @@ struct Maps<'a, T> {
 }
 
 impl<'a, T: Scalar> Maps<'a, T> {
-    fn of(values: &'a Params<Values<'_, T>>, e: usize) -> Self {
-        let factors = |u: &'a Values<'_, T>, s: &'a Values<'_, T>, v: &'a Values<'_, T>| Factors {
-            u: u.dims::<Ix3>().index_axis_move(Axis(0), e),
-            s: s.dims::<Ix2>().index_axis_move(Axis(0), e),
-            v: v.dims::<Ix3>().index_axis_move(Axis(0), e),
+    fn of(format: FactorFormat, values: &'a Params<Values<'_, T>>, e: usize) -> Self {
+        let factors = |u: &'a Values<'_, T>, s: &'a Values<'_, T>, v: &'a Values<'_, T>| {
+            let [u, v] = [u, v].map(|x| x.dims::<Ix3>().index_axis_move(Axis(0), e));
+            Factors::new(format, u, s.dims::<Ix2>().index_axis_move(Axis(0), e), v)
         };
         let gate = match (&values.gate_u, &values.gate_s, &values.gate_v) {
             (Some(u), Some(s), Some(v)) => Some(factors(u, s, v)),
@@ -412,8 +414,8 @@ mod tests {
     use approx::assert_relative_eq;
     use ndarray::{ArrayD, IxDyn, array};
 
-    const SILU: Config = Config { precision: Precision::Full, ffn: Ffn::Silu };
-    const SWIGLU: Config = Config { precision: Precision::Full, ffn: Ffn::Swiglu };
+    const SILU: Config = Config { precision: Precision::Full, ffn: Ffn::Silu, format: FactorFormat::F32 };
+    const SWIGLU: Config = Config { precision: Precision::Full, ffn: Ffn::Swiglu, format: FactorFormat::F32 };
 
     type B = Reference<f64>;
 

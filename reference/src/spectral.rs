@@ -19,15 +19,20 @@
 //! s = 0 switches a direction off but leaves ds as it is, so nothing here divides by s. `plus` is the gradient of x
 //! that its other readers gave. Every leading axis counts as rows: `[.., I]`.
 //!
+//! With a `format` other than f32, U and V above are the rounded factors ([`crate::factor_format`]), in both directions,
+//! and dU and dV go to the masters straight through: rounding counts as the identity. ds and dx are derivatives of what
+//! forward computes; dU and dV are not, since that has steps in the masters.
+//!
 //! Source: Yang et al., *Learning Low-rank Deep Neural Networks via Singular Vector Orthogonality Regularization and
 //! Singular Value Sparsification*, arXiv 2004.09031.
 
-use ndarray::{Array1, Array2, ArrayView1, ArrayView2, ArrayViewMut2, Zip};
+use ndarray::{Array1, Array2, ArrayView1, ArrayView2, ArrayViewMut2, CowArray, Ix2, Zip};
 
 use crate::checked::Checked;
 use crate::cpu::{Reference, Tensor, full_precision};
 use crate::dims::Dims;
 use crate::error::Result;
+use crate::factor_format::FactorFormat;
 use crate::fields;
 use crate::matmul::{matmul, matmul_into, sum_over_rows};
 use crate::scalar::Scalar;
@@ -38,6 +43,8 @@ use crate::tensor::{Precision, Tensors};
 pub struct Config {
     /// The arithmetic of the matrix products.
     pub precision: Precision,
+    /// What the factors are rounded to where the maths uses them.
+    pub format: FactorFormat,
 }
 
 fields! {
@@ -80,7 +87,8 @@ fields! {
 ///
 /// # Errors
 /// `Shape` if the parameters do not fit `x` or each other, if I, O or R is zero, or if an upstream gradient, `plus` or a
-/// tensor of `into` has another shape than what it is the gradient of; `Config` if the backend lacks the precision.
+/// tensor of `into` has another shape than what it is the gradient of; `Config` if the backend lacks the precision or the
+/// format.
 pub trait Spectral: Tensors {
     /// What `forward` hands to `backward`.
     type Saved;
@@ -125,7 +133,7 @@ impl<T: Scalar> Spectral for Reference<T> {
         let dims = bind(OP, inputs.x.shape(), params.clone().map(|_, p| p.shape()))?;
         let x = self.read(OP, "x", inputs.x)?;
         let values = params.clone().try_map(|arg, p| self.read(OP, arg, p))?;
-        let factors = Factors { u: values.u.dims(), s: values.s.dims(), v: values.v.dims() };
+        let factors = Factors::new(config.format, values.u.dims(), values.s.dims(), values.v.dims());
         let mut y = Array2::zeros((dims.get("N"), dims.get("O")));
         let a = forward(x.rows(), &factors, y.view_mut());
         let outputs = Outputs { y: self.adopt(y, &with_width(inputs.x.shape(), dims.get("O"))) };
@@ -157,7 +165,7 @@ impl<T: Scalar> Spectral for Reference<T> {
         let x = self.read(OP, "x", &saved.x)?;
         let dy = self.read(OP, "y", upstream.y)?;
         let values = saved.params.as_ref().try_map(|arg, p| self.read(OP, arg, p))?;
-        let factors = Factors { u: values.u.dims(), s: values.s.dims(), v: values.v.dims() };
+        let factors = Factors::new(config.format, values.u.dims(), values.s.dims(), values.v.dims());
         let grads = backward(x.rows(), saved.a.view(), &factors, dy.rows(), dx.view_mut());
         self.accumulate(OP, "u", into.u, &grads.u)?;
         self.accumulate(OP, "s", into.s, &grads.s)?;
@@ -213,14 +221,21 @@ fn with_width(shape: &[usize], width: usize) -> Vec<usize> {
     shape
 }
 
-/// The three parameters of one map.
+/// The three parameters of one map as the maths sees them.
 pub(crate) struct Factors<'a, T> {
     /// `[I, R]`
-    pub u: ArrayView2<'a, T>,
+    u: CowArray<'a, T, Ix2>,
     /// `[R]`
-    pub s: ArrayView1<'a, T>,
+    s: ArrayView1<'a, T>,
     /// `[O, R]`
-    pub v: ArrayView2<'a, T>,
+    v: CowArray<'a, T, Ix2>,
+}
+
+impl<'a, T: Scalar> Factors<'a, T> {
+    /// Rounds the masters.
+    pub fn new(format: FactorFormat, u: ArrayView2<'a, T>, s: ArrayView1<'a, T>, v: ArrayView2<'a, T>) -> Self {
+        Self { u: format.apply(u), s, v: format.apply(v) }
+    }
 }
 
 /// Their gradients.
@@ -237,7 +252,7 @@ pub(crate) struct FactorGrads<T> {
 ///
 /// s scales the columns of V, once, instead of the columns of a, once a row.
 pub(crate) fn forward<T: Scalar>(x: ArrayView2<'_, T>, factors: &Factors<'_, T>, y: ArrayViewMut2<'_, T>) -> Array2<T> {
-    let a = matmul(x, factors.u);
+    let a = matmul(x, factors.u.view());
     let scaled_v = &factors.v * &factors.s;
     matmul_into(T::one(), a.view(), scaled_v.t(), T::zero(), y);
     a
@@ -251,7 +266,7 @@ pub(crate) fn backward<T: Scalar>(
     dy: ArrayView2<'_, T>,
     dx: ArrayViewMut2<'_, T>,
 ) -> FactorGrads<T> {
-    let b = matmul(dy, factors.v);
+    let b = matmul(dy, factors.v.view());
     let ds = sum_over_rows(a.nrows(), a.ncols(), |rows| {
         let mut sum = Array1::zeros(a.ncols());
         for n in rows {
@@ -274,7 +289,7 @@ mod tests {
 
     use crate::tensor::DType;
 
-    const CONFIG: Config = Config { precision: Precision::Full };
+    const CONFIG: Config = Config { precision: Precision::Full, format: FactorFormat::F32 };
 
     fn zeros(b: &Reference<f64>, shape: &[usize]) -> Tensor<f64> {
         b.constant(ArrayD::zeros(IxDyn(shape)))
@@ -301,6 +316,29 @@ mod tests {
         assert_eq!(b.download(&du).unwrap(), array![[2.5, 0.0], [5.0, 0.0]].into_dyn());
         assert_eq!(b.download(&ds).unwrap(), array![35.0, 30.0].into_dyn());
         assert_eq!(b.download(&dv).unwrap(), array![[3.5, 0.0], [3.5, 0.0], [3.5, 0.0]].into_dyn());
+    }
+
+    #[test]
+    fn rounded_factors_by_hand() {
+        let b = Reference::<f64>::new();
+        // In ternary U is (0, 3) and V is (2, -2): means 2 and 2, thresholds 1.4.
+        let config = Config { format: FactorFormat::Ternary, ..CONFIG };
+        let x = b.constant(array![[5.0, 2.0]].into_dyn());
+        let u = b.constant(array![[1.0], [3.0]].into_dyn());
+        let s = b.constant(array![0.5].into_dyn());
+        let v = b.constant(array![[1.5], [-2.5]].into_dyn());
+        let (out, saved) = b.forward(&config, Inputs { x: &x }, Params { u: &u, s: &s, v: &v }).unwrap();
+        // a = 2 * 3 = 6, a s = 3.
+        assert_eq!(b.download(&out.y).unwrap(), array![[6.0, -6.0]].into_dyn());
+        let dy = b.constant(array![[1.0, 0.0]].into_dyn());
+        let (du, ds, dv) = (zeros(&b, &[2, 1]), zeros(&b, &[1]), zeros(&b, &[2, 1]));
+        let into = Params { u: &du, s: &ds, v: &dv };
+        let grads = b.backward(&config, &saved, Outputs { y: &dy }, None, into).unwrap();
+        // b = dy V = 2. The master that became zero has a gradient all the same.
+        assert_eq!(b.download(&grads.dx).unwrap(), array![[0.0, 3.0]].into_dyn());
+        assert_eq!(b.download(&du).unwrap(), array![[5.0], [2.0]].into_dyn());
+        assert_eq!(b.download(&ds).unwrap(), array![12.0].into_dyn());
+        assert_eq!(b.download(&dv).unwrap(), array![[3.0], [0.0]].into_dyn());
     }
 
     #[test]
@@ -344,7 +382,8 @@ mod tests {
         assert_eq!(refused(&[5, 0], &[0, 2], &[2], &[6, 2]), "spectral::forward: `x` is [0], expected I >= 1");
         assert_eq!(refused(&[5, 4], &[4, 0], &[0], &[6, 0]), "spectral::forward: `u` is [0], expected R >= 1");
         assert_eq!(refused(&[5, 4], &[4, 2], &[2], &[0, 2]), "spectral::forward: `v` is [0], expected O >= 1");
-        let bf16 = forward(&Config { precision: Precision::Bf16 }, &[5, 4], &[4, 2], &[2], &[6, 2]).err().unwrap();
+        let bf16 =
+            forward(&Config { precision: Precision::Bf16, ..CONFIG }, &[5, 4], &[4, 2], &[2], &[6, 2]).err().unwrap();
         assert!(bf16.contains("config `precision` is Bf16"), "{bf16}");
 
         let saved = forward(&CONFIG, &[5, 4], &[4, 2], &[2], &[6, 2]).unwrap();

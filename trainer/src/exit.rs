@@ -4,6 +4,7 @@ use std::process::ExitCode;
 
 use crate::config::ConfigError;
 use crate::data::DataError;
+use crate::jepa_targets::TargetsError;
 
 /// How a process ends. The numbers are part of the command line's contract.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,7 +28,7 @@ impl Exit {
     /// The exit of an error: the first known type in its chain decides; any other is [`Exit::Failed`].
     pub fn of(error: &anyhow::Error) -> Exit {
         for cause in error.chain() {
-            if cause.is::<DataError>() {
+            if cause.is::<DataError>() || cause.is::<TargetsError>() {
                 return Exit::Data;
             }
             if cause.is::<ConfigError>() {
@@ -86,11 +87,14 @@ mod tests {
     use super::{Exit, NonFiniteResult, NonFiniteStop};
     use crate::config::ConfigError;
     use crate::data::DataError;
+    use crate::jepa_targets::TargetsError;
 
     #[test]
     fn an_error_keeps_its_exit_under_added_context() {
         let data = anyhow::Error::from(DataError::Missing { path: "x".into() }).context("while starting");
         assert_eq!(Exit::of(&data), Exit::Data);
+        let targets = anyhow::Error::from(TargetsError::Foreign { path: "x".into() }).context("while starting");
+        assert_eq!(Exit::of(&targets), Exit::Data);
         let usage =
             anyhow::Error::from(ConfigError::Invalid { key: "a.b".into(), problem: "is 0".into(), fix: "1".into() });
         assert_eq!(Exit::of(&usage), Exit::Usage);

@@ -20,6 +20,8 @@ pub enum Purpose {
     Sample = 3,
     /// Draws of tests.
     Test = 4,
+    /// Masked spans: `step` is the step, `row` the row of its batch.
+    SpanMask = 5,
 }
 
 /// The generator of one coordinate.

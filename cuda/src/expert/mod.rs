@@ -111,6 +111,7 @@ impl<R: Engine> Expert for Device<R> {
         params: Params<&Tensor>,
     ) -> Result<(Outputs<Tensor>, Saved)> {
         const OP: &str = "expert::forward";
+        factors::check_format(OP, config.format)?;
         check_gate(OP, config.ffn, &params)?;
         let u = inputs.u;
         let mut dims = Dims::new(OP);
@@ -145,6 +146,7 @@ impl<R: Engine> Expert for Device<R> {
         into: Params<&Tensor>,
     ) -> Result<Grads<Tensor>> {
         const OP: &str = "expert::backward";
+        factors::check_format(OP, config.format)?;
         let Saved { u, params, h, g, act, maps } = saved;
         let dy = upstream.y;
         check_gate(OP, config.ffn, params)?;

@@ -14,7 +14,18 @@
 pub(crate) mod fused;
 pub(crate) mod plain;
 
+use dormouse_reference::{Error, FactorFormat, Result};
+
 use crate::tensor::Tensor;
+
+/// Refuses a format that the kernels do not round to.
+pub(crate) fn check_format(op: &'static str, format: FactorFormat) -> Result<()> {
+    if format == FactorFormat::F32 {
+        return Ok(());
+    }
+    let expected = "f32, the only format of factors that the kernels have; the reference has all".to_owned();
+    Err(Error::Config { op, field: "format", expected, got: format.to_string() })
+}
 
 /// The factors of E maps from I to O of rank R.
 #[derive(Clone, Copy)]

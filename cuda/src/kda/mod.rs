@@ -193,6 +193,8 @@ impl<R: Engine> Kda for Device<R> {
             dv: self.float_scratch(inputs.v.shape())?,
             dg: self.float_scratch(inputs.g.shape())?,
             dbeta: self.float_scratch(inputs.beta.shape())?,
+            db: None,
+            dw: None,
             dinitial_state: match inputs.initial_state {
                 Some(_) => Some(self.float_scratch(&call.sizes.state())?),
                 None => None,
@@ -230,6 +232,12 @@ fn check<'a, R: Engine>(
     inputs: Inputs<&'a Tensor>,
 ) -> Result<(Call<'a>, Dims)> {
     check_config(op, config)?;
+    for (arg, option) in [("b", inputs.b), ("w", inputs.w), ("cu_seqlens", inputs.cu_seqlens)] {
+        if option.is_some() {
+            let expected = "absent because no kernel has this option; the reference has it";
+            return Err(Error::Presence { op, arg, expected, got: "present" });
+        }
+    }
     let mut dims = Dims::new(op);
     for (name, tensor) in inputs.clone().named() {
         let symbols: &[&str] = match name {

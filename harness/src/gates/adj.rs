@@ -33,7 +33,7 @@ fn check<O: OperationOn<Reference<Dual>>>(
     let upstream = upstream.expect("an operation with gradients has upstream gradients");
     let tolerance = O::tolerances(case).adj.tol;
     let mut worst = 0.0f64;
-    for name in differentiable::<O>(&inputs) {
+    for name in differentiable::<O>(&case.config, &inputs) {
         let gradient = run.grads.get(name).ok_or_else(|| format!("`d{name}` is absent"))?;
         let value = inputs.at(name);
         if gradient.shape() != value.shape() {

@@ -47,9 +47,8 @@ where
             survivors.push(format!("{} survives {}", plant.name(), gate.word()));
         }
     }
-    let mut twist_gates: Vec<Gate> = O::mutants().iter().map(|m| m.caught_by).collect();
-    twist_gates.dedup();
-    for gate in twist_gates {
+    let mutants = O::mutants();
+    for gate in Gate::ALL.into_iter().filter(|gate| mutants.iter().any(|m| m.caught_by == *gate)) {
         let outcome = run_gate::<O>(gate, &Naive { twist: None }, &context);
         if outcome.status != Status::Pass {
             survivors.push(format!("the null mutant is red on {}: {}", gate.word(), outcome.reason));

@@ -3,7 +3,7 @@
 use dormouse_reference::Reference;
 use ndarray::ArrayD;
 
-use super::{Context, Outcome, full_run, over_cases, passed, text};
+use super::{Context, Outcome, full_run, over_cases, over_device_cases, passed, text};
 use crate::compare::same_bits;
 use crate::description::{Gate, Operation, OperationOn, Run};
 use crate::runner::{OnBackend, Runner};
@@ -36,7 +36,7 @@ where
 
 /// The gate for a device, whose threads are its own: two runs of every case have the same bits.
 pub fn gate_device<O: Operation>(runner: &dyn Runner<O>, context: &Context) -> Outcome {
-    over_cases::<O>(Gate::Det, context, |case, rng| {
+    over_device_cases::<O>(Gate::Det, context, |case, rng| {
         let (inputs, upstream, first) = full_run(runner, case, rng)?;
         let again = runner.run(&case.config, &inputs, upstream.as_ref()).map_err(text)?;
         equal_bits(&again, &first)?;
@@ -45,10 +45,14 @@ pub fn gate_device<O: Operation>(runner: &dyn Runner<O>, context: &Context) -> O
     .outcome(O::STEM, Gate::Det, context)
 }
 
-pub(super) fn equal_bits(again: &Run<ArrayD<f64>>, first: &Run<ArrayD<f64>>) -> Result<(), String> {
+/// All outputs and gradients of a run have the bits of another, and there are the same.
+pub(crate) fn equal_bits(again: &Run<ArrayD<f64>>, first: &Run<ArrayD<f64>>) -> Result<(), String> {
     for (prefix, again, first) in [("", &again.outputs, &first.outputs), ("d", &again.grads, &first.grads)] {
+        if let Some(extra) = again.names().find(|name| first.get(name).is_none()) {
+            return Err(format!("`{prefix}{extra}` is there, expected it absent"));
+        }
         for (name, first) in first.iter() {
-            let again = again.get(name).ok_or_else(|| format!("`{prefix}{name}` is absent the second time"))?;
+            let again = again.get(name).ok_or_else(|| format!("`{prefix}{name}` is absent"))?;
             passed(same_bits(&format!("{prefix}{name}"), again.view(), first.view()))?;
         }
     }

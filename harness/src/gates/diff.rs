@@ -10,7 +10,7 @@ use std::cell::RefCell;
 use dormouse_reference::{Precision, Reference};
 use ndarray::ArrayD;
 
-use super::{Context, Outcome, draw_upstream, over_cases, passed, rms_of_draws, text, usual_sizes};
+use super::{Context, Outcome, draw_upstream, over_some_cases, passed, rms_of_draws, text, usual_sizes};
 use crate::compare::{Measures, Tolerance, compare};
 use crate::description::{Case, Gate, Operation, OperationOn};
 use crate::named::{Named, Values};
@@ -36,7 +36,7 @@ where
     O: OperationOn<Reference<f32>>,
 {
     let device = OnBackend::new(Reference::<f32>::new);
-    gate::<O>(&device, want, Precision::Full, context).0
+    run::<O>(&device, want, Precision::Full, context, |_| true).0
 }
 
 /// Compares a device's runner, whose products have a precision, with the reference's; gives the figures besides.
@@ -45,6 +45,16 @@ pub fn gate<O: Operation>(
     reference: &dyn Runner<O>,
     precision: Precision,
     context: &Context,
+) -> (Outcome, Vec<Figures>) {
+    run(device, reference, precision, context, O::on_devices)
+}
+
+fn run<O: Operation>(
+    device: &dyn Runner<O>,
+    reference: &dyn Runner<O>,
+    precision: Precision,
+    context: &Context,
+    wanted: impl Fn(&Case<O::Config>) -> bool,
 ) -> (Outcome, Vec<Figures>) {
     // Integers travel as integers, so nothing rounds them.
     let rounded = |values: &Values| {
@@ -55,7 +65,7 @@ pub fn gate<O: Operation>(
         )
     };
     let figures = RefCell::new(Vec::new());
-    let outcome = over_cases::<O>(Gate::Diff, context, |case, rng| {
+    let outcome = over_some_cases::<O>(Gate::Diff, context, wanted, |case, rng| {
         let inputs = rounded(&O::draw(case, rng));
         let forward = reference.run(&case.config, &inputs, None).map_err(text)?;
         let upstream = O::NO_GRADIENT.is_none().then(|| rounded(&draw_upstream::<O>(case, &forward.outputs, rng)));

@@ -38,7 +38,7 @@ fn check<O: Operation>(runner: &dyn Runner<O>, case: &Case<O::Config>, rng: &mut
     let upstream = upstream.expect("an operation with gradients has upstream gradients");
     let tolerance = O::tolerances(case).fd;
     let mut worst = 0.0f64;
-    for name in differentiable::<O>(&inputs) {
+    for name in differentiable::<O>(&case.config, &inputs) {
         let gradient = run.grads.get(name).ok_or_else(|| format!("`d{name}` is absent"))?;
         let value = inputs.at(name);
         if gradient.shape() != value.shape() {

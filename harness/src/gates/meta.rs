@@ -11,7 +11,7 @@ use rand_chacha::ChaCha8Rng;
 
 use dormouse_reference::Precision;
 
-use super::{Context, Outcome, Tally, diff, full_run, over_cases, passed, text};
+use super::{Context, Outcome, Tally, diff, full_run, over_some_cases, passed, text};
 use crate::compare::{compare, same_bits};
 use crate::description::{Case, Gate, Law, Operation, Role, glue};
 use crate::named::Values;
@@ -42,7 +42,8 @@ fn run<O: Operation>(runner: &dyn Runner<O>, device: Option<Device>, context: &C
     if laws.is_empty() && !has_params {
         return Outcome::not_applicable("the operation states no law");
     }
-    let tally: Tally = over_cases::<O>(Gate::Meta, context, |case, rng| {
+    let wanted = |case: &Case<O::Config>| device.is_none() || O::on_devices(case);
+    let tally: Tally = over_some_cases::<O>(Gate::Meta, context, wanted, |case, rng| {
         let mut worst = 0.0f64;
         if has_params {
             let eps = if device.is_some() { f64::from(f32::EPSILON) } else { f64::EPSILON };
@@ -108,9 +109,19 @@ fn axis_of<O: Operation>(name: &str, axis: &str) -> Option<usize> {
     O::spec(name).axis(axis)
 }
 
-fn slice<O: Operation>(values: &Values, axis: &str, range: std::ops::Range<usize>) -> Values {
-    values.map(|name, array| match axis_of::<O>(name, axis) {
-        Some(at) => array.slice_axis(Axis(at), Slice::from(range.clone())).to_owned(),
+/// What belongs to place `i` of `axis`: there, and in the axis that it owns. None if the tensor has neither.
+fn part_of<O: Operation>(case: &Case<O::Config>, name: &str, axis: &str, i: usize) -> Option<(Axis, Slice)> {
+    if let Some(at) = axis_of::<O>(name, axis) {
+        return Some((Axis(at), Slice::from(i..i + 1)));
+    }
+    let owned = O::owned_axis(axis)?;
+    let share = case.dim(owned) / case.dim(axis);
+    Some((Axis(axis_of::<O>(name, owned)?), Slice::from(i * share..(i + 1) * share)))
+}
+
+fn slice<O: Operation>(case: &Case<O::Config>, values: &Values, axis: &str, i: usize) -> Values {
+    values.map(|name, array| match part_of::<O>(case, name, axis, i) {
+        Some((at, part)) => array.slice_axis(at, part).to_owned(),
         None => array.clone(),
     })
 }
@@ -129,15 +140,15 @@ fn independent<O: Operation>(
     }
     let (inputs, upstream, whole) = full_run(runner, case, rng)?;
     let i = rng.random_range(0..len);
-    let one_inputs = slice::<O>(&inputs, axis, i..i + 1);
-    let one_upstream = upstream.as_ref().map(|u| slice::<O>(u, axis, i..i + 1));
+    let one_inputs = slice::<O>(case, &inputs, axis, i);
+    let one_upstream = upstream.as_ref().map(|u| slice::<O>(case, u, axis, i));
     let one = runner.run(&case.config, &one_inputs, one_upstream.as_ref()).map_err(text)?;
     let mut worst = 0.0f64;
     for (prefix, whole, one) in [("", &whole.outputs, &one.outputs), ("d", &whole.grads, &one.grads)] {
         for (name, whole) in whole.iter() {
-            let Some(at) = axis_of::<O>(name, axis) else { continue };
+            let Some((at, part)) = part_of::<O>(case, name, axis, i) else { continue };
             let one = one.get(name).ok_or_else(|| format!("`{prefix}{name}` is absent"))?;
-            let want = whole.slice_axis(Axis(at), Slice::from(i..i + 1));
+            let want = whole.slice_axis(at, part);
             let name = format!("{prefix}{name}");
             match device.filter(|device| O::PRODUCTS > 0 && !device.other_shapes_same_bits) {
                 None => passed(same_bits(&name, one.view(), want))?,

@@ -171,8 +171,26 @@ fn over_cases<O: Operation>(
     context: &Context,
     check: impl Fn(&Case<O::Config>, &mut ChaCha8Rng) -> Result<f64, String>,
 ) -> Tally {
+    over_some_cases::<O>(gate, context, |_| true, check)
+}
+
+/// [`over_cases`] without those that a device refuses.
+fn over_device_cases<O: Operation>(
+    gate: Gate,
+    context: &Context,
+    check: impl Fn(&Case<O::Config>, &mut ChaCha8Rng) -> Result<f64, String>,
+) -> Tally {
+    over_some_cases::<O>(gate, context, O::on_devices, check)
+}
+
+fn over_some_cases<O: Operation>(
+    gate: Gate,
+    context: &Context,
+    wanted: impl Fn(&Case<O::Config>) -> bool,
+    check: impl Fn(&Case<O::Config>, &mut ChaCha8Rng) -> Result<f64, String>,
+) -> Tally {
     let mut tally = Tally::new();
-    for case in O::cases() {
+    for case in O::cases().into_iter().filter(&wanted) {
         if context.only.as_ref().is_some_and(|only| !case.name.contains(only.as_str())) {
             continue;
         }
@@ -196,6 +214,9 @@ fn over_cases<O: Operation>(
     let mut runner = TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &seed));
     let passed = std::cell::RefCell::new((0usize, 0.0f64));
     let result = runner.run(&O::strategy(), |case| {
+        if !wanted(&case) {
+            return Ok(());
+        }
         let mut rng = draw::stream(context.seed, &[O::STEM, gate.word(), &case.name]);
         match check(&case, &mut rng) {
             Ok(worst) if worst <= 1.0 => {
@@ -254,10 +275,13 @@ fn full_run<O: Operation>(
     Ok((inputs, Some(upstream), run))
 }
 
-/// The inputs that have a gradient and are present.
-fn differentiable<O: Operation>(inputs: &Values) -> Vec<&'static str> {
+/// The inputs that are present and have a gradient that is the derivative.
+fn differentiable<O: Operation>(config: &O::Config, inputs: &Values) -> Vec<&'static str> {
     let specs = O::tensors();
-    let has_gradient = |s: &&crate::description::TensorSpec| matches!(s.role, Role::Input | Role::Param);
+    let passed_by = O::straight_through(config);
+    let has_gradient = |s: &&crate::description::TensorSpec| {
+        matches!(s.role, Role::Input | Role::Param) && !passed_by.contains(&s.name)
+    };
     specs.iter().filter(has_gradient).map(|s| s.name).filter(|name| inputs.get(name).is_some()).collect()
 }
 

@@ -5,14 +5,14 @@
 
 use ndarray::ArrayD;
 
-use super::{Context, Outcome, full_run, over_cases, text};
+use super::{Context, Outcome, full_run, over_device_cases, text};
 use crate::description::{Gate, Operation, Run};
 use crate::gates::det::equal_bits;
 use crate::runner::Runner;
 
 /// Compares a device's runner with the same device in poisoned memory.
 pub fn gate<O: Operation>(plain: &dyn Runner<O>, poisoned: &dyn Runner<O>, context: &Context) -> Outcome {
-    over_cases::<O>(Gate::Poison, context, |case, rng| {
+    over_device_cases::<O>(Gate::Poison, context, |case, rng| {
         let (inputs, upstream, clean) = full_run(plain, case, rng)?;
         let dirty: Run<ArrayD<f64>> = poisoned.run(&case.config, &inputs, upstream.as_ref()).map_err(text)?;
         equal_bits(&dirty, &clean)?;

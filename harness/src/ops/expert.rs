@@ -1,15 +1,17 @@
 //! `expert`: description for the harness.
 
 use dormouse_reference::expert::{self, Config, Expert, Ffn, Inputs, Outputs, Params};
-use dormouse_reference::{Precision, Result};
+use dormouse_reference::{FactorFormat, Precision, Result};
 use ndarray::{Array2, ArrayD, Axis, Ix1, Ix2, IxDyn};
 use proptest::prelude::*;
 use rand_chacha::ChaCha8Rng;
 
+use super::rounding;
 use super::spectral::{Map, MapGrads, draw_factor, draw_s, rows};
 use crate::compare::{Tolerance, compare, same_bits};
 use crate::description::{Case, Gate, Law, Mutant, Operation, OperationOn, Run, TensorSpec, Tolerances, glue};
 use crate::draw;
+use crate::gates::det::equal_bits;
 use crate::gates::passed;
 use crate::named::{Named, Values};
 use crate::runner::Runner;
@@ -53,11 +55,19 @@ fn case(
             "b{batch}-t{tokens}-e{experts}-d{d}-f{f}-r{r}-{family}-{word}{}",
             if plus { "-plus" } else { "" }
         ),
-        config: Config { precision: Precision::Full, ffn },
+        config: Config { precision: Precision::Full, ffn, format: FactorFormat::F32 },
         dims: vec![("B", batch), ("T", tokens), ("E", experts), ("D", d), ("F", f), ("R", r)],
         family,
         present,
     }
+}
+
+/// The same case with rounded factors.
+fn in_format(format: FactorFormat, case: Case<Config>) -> Case<Config> {
+    if format == FactorFormat::F32 {
+        return case;
+    }
+    Case { name: format!("{}-{format}", case.name), config: Config { format, ..case.config }, ..case }
 }
 
 impl Operation for ExpertOp {
@@ -91,7 +101,7 @@ impl Operation for ExpertOp {
 
     fn cases() -> Vec<Case<Config>> {
         use Ffn::{Silu, Swiglu};
-        vec![
+        let mut cases = vec![
             case(2, 5, [2, 6, 9, 4], "normal", Silu, true),
             case(2, 5, [2, 6, 9, 4], "normal", Swiglu, true),
             case(1, 1, [1, 3, 4, 3], "normal", Silu, false),
@@ -103,15 +113,21 @@ impl Operation for ExpertOp {
             case(1, 4, [5, 6, 7, 3], "normal", Swiglu, false),
             case(0, 4, [2, 3, 4, 3], "normal", Silu, true),
             case(2, 0, [2, 3, 4, 3], "normal", Swiglu, false),
-        ]
+        ];
+        for format in FactorFormat::ALL.into_iter().filter(|format| *format != FactorFormat::F32) {
+            cases.push(in_format(format, case(2, 5, [2, 6, 9, 4], "normal", Swiglu, true)));
+            cases.push(in_format(format, case(1, 7, [3, 9, 17, 5], "activations", Silu, false)));
+        }
+        cases
     }
 
     fn strategy() -> BoxedStrategy<Case<Config>> {
         let shape = (1..4usize, 3..12usize, 3..16usize, 3..7usize);
-        (1..3usize, 1..7usize, shape, 0..FAMILIES.len(), any::<bool>(), any::<bool>())
-            .prop_map(|(b, t, (e, d, f, r), family, swiglu, plus)| {
+        let format = 0..FactorFormat::ALL.len();
+        (format, 1..3usize, 1..7usize, shape, 0..FAMILIES.len(), any::<bool>(), any::<bool>())
+            .prop_map(|(format, b, t, (e, d, f, r), family, swiglu, plus)| {
                 let ffn = if swiglu { Ffn::Swiglu } else { Ffn::Silu };
-                case(b, t, [e, d, f, r], FAMILIES[family], ffn, plus)
+                in_format(FactorFormat::ALL[format], case(b, t, [e, d, f, r], FAMILIES[family], ffn, plus))
             })
             .boxed()
     }
@@ -141,6 +157,8 @@ impl Operation for ExpertOp {
         let is = |name: &str| twist == Some(name);
         let u = rows(inputs.at("u"));
         let experts = inputs.at("up_s").shape()[0];
+        let masters = inputs;
+        let inputs = &rounded(config.format, masters, twist);
         let swiglu = config.ffn == Ffn::Swiglu;
         let (mut ys, mut runs) = (Vec::new(), Vec::new());
         for e in 0..experts {
@@ -167,6 +185,7 @@ impl Operation for ExpertOp {
             for (e, (h, g, act)) in runs.iter().enumerate() {
                 let dy = rows(&upstream.at("y").index_axis(Axis(0), e).to_owned());
                 let from = if is("down-gradient-from-h") { h } else { act };
+                let inputs = if is("backward-with-masters") { masters } else { inputs };
                 let down = map(inputs, "down", e).backward(from, &dy);
                 let slope = |x: f64| {
                     let second = if is("slope-without-second-term") { 0.0 } else { x * sigma(x) * (1.0 - sigma(x)) };
@@ -195,6 +214,9 @@ impl Operation for ExpertOp {
                     all.push(gate);
                 }
                 for (name, mut parts) in names.iter().zip(all) {
+                    if is("gradient-masked-by-rounding") {
+                        parts.mask_by_rounding(map(masters, name, e), map(inputs, name, e));
+                    }
                     if is("last-expert-without-gradient") && last {
                         parts.du.fill(0.0);
                     }
@@ -217,11 +239,13 @@ impl Operation for ExpertOp {
             Law::Independent("E"),
             Law::Causal("T"),
             Law::Custom { name: "the odd part of an expert", check: odd_part },
+            Law::Custom { name: "a format is its numbers, straight through", check: straight_through },
         ]
     }
 
     fn mutants() -> Vec<Mutant> {
-        [
+        let in_rounding = rounding::TWISTS.map(|twist| (twist, Gate::Form));
+        let in_expert = [
             ("sigmoid-for-silu", Gate::Meta),
             ("gate-and-up-swapped", Gate::Meta),
             ("gate-without-silu", Gate::Form),
@@ -235,9 +259,19 @@ impl Operation for ExpertOp {
             ("last-expert-without-gradient", Gate::Adj),
             ("plus-dropped", Gate::Fd),
             ("plus-once-per-expert", Gate::Adj),
-        ]
-        .map(|(twist, caught_by)| Mutant { twist, caught_by })
-        .to_vec()
+        ];
+        in_expert.into_iter().chain(in_rounding).map(|(twist, caught_by)| Mutant { twist, caught_by }).collect()
+    }
+
+    fn straight_through(config: &Config) -> &'static [&'static str] {
+        match config.format {
+            FactorFormat::F32 => &[],
+            _ => &["up_u", "up_v", "down_u", "down_v", "gate_u", "gate_v"],
+        }
+    }
+
+    fn on_devices(case: &Case<Config>) -> bool {
+        case.config.format == FactorFormat::F32
     }
 
     // As in `DIFF_F32_ACTIVATIONS` over `DIFF_F32`.
@@ -253,6 +287,22 @@ impl Operation for ExpertOp {
     fn optional_upstream() -> &'static [&'static str] {
         &["plus"]
     }
+}
+
+/// The inputs with every factor as its format has it.
+fn rounded(format: FactorFormat, inputs: &Values, twist: Option<&str>) -> Values {
+    inputs.map(|name, a| {
+        if !(name.ends_with("_u") || name.ends_with("_v")) {
+            return a.clone();
+        }
+        let mut a = a.clone();
+        for mut factor in a.outer_iter_mut() {
+            let of_expert = factor.view().into_dimensionality::<Ix2>().expect("rank 2");
+            let of_expert = rounding::rounded(format, of_expert, twist);
+            factor.assign(&of_expert);
+        }
+        a
+    })
 }
 
 fn sigma(x: f64) -> f64 {
@@ -313,14 +363,33 @@ fn odd_part(
         Ffn::Swiglu => same_bits("y", (-negated + 0.0).view(), (plain + 0.0).view()),
         Ffn::Silu => {
             let u = rows(inputs.at("u"));
+            let inputs = rounded(case.config.format, &inputs, None);
             let linear: Vec<f64> = (0..case.dim("E"))
                 .flat_map(|e| map(&inputs, "down", e).forward(&map(&inputs, "up", e).forward(&u)))
                 .collect();
             let linear = ArrayD::from_shape_vec(plain.raw_dim(), linear).expect("as many elements");
-            compare("y", (plain - negated).view(), linear.view(), &tolerance::FORM)
+            // Ternary factors may be orthogonal to the last bit: then the linear part is all rounding of terms that have
+            // the size of the rest.
+            let size = (plain.iter().map(|y| y * y).sum::<f64>() / plain.len().max(1) as f64).sqrt();
+            compare("y", (plain - negated).view(), linear.view(), &tolerance::FORM.usual(size))
         }
     };
     passed(comparison)
+}
+
+/// As the law of the same name of `spectral`.
+fn straight_through(
+    runner: &dyn Runner<ExpertOp>,
+    case: &Case<Config>,
+    rng: &mut ChaCha8Rng,
+) -> std::result::Result<f64, String> {
+    let inputs = ExpertOp::draw(case, rng);
+    let plain = Config { format: FactorFormat::F32, ..case.config.clone() };
+    let numbers = rounded(case.config.format, &inputs, None);
+    let upstream = Values::new().with("y", draw::normal(rng, &case.shape(&ExpertOp::spec("y"))));
+    let run = |config: &Config, inputs: &Values| runner.run(config, inputs, Some(&upstream)).map_err(|e| e.to_string());
+    equal_bits(&run(&case.config, &inputs)?, &run(&plain, &numbers)?)?;
+    Ok(0.0)
 }
 
 impl<B: Expert> OperationOn<B> for ExpertOp {

@@ -1,14 +1,16 @@
 //! `spectral`: description for the harness.
 
 use dormouse_reference::spectral::{self, Config, Inputs, Outputs, Params, Spectral};
-use dormouse_reference::{Precision, Result};
-use ndarray::{Array1, Array2, ArrayD, ArrayView1, ArrayView2, Axis, Ix1, Ix2, IxDyn};
+use dormouse_reference::{FactorFormat, Precision, Result};
+use ndarray::{Array1, Array2, ArrayD, ArrayView1, ArrayView2, Axis, Ix1, Ix2, IxDyn, Zip};
 use proptest::prelude::*;
 use rand_chacha::ChaCha8Rng;
 
+use super::rounding;
 use crate::compare::same_bits;
 use crate::description::{Case, Gate, Law, Mutant, Operation, OperationOn, Run, TensorSpec, Tolerances, glue};
 use crate::draw;
+use crate::gates::det::equal_bits;
 use crate::named::{Named, Values};
 use crate::runner::Runner;
 use crate::tolerance;
@@ -19,13 +21,26 @@ use crate::tolerance;
 /// `plus` which is x itself, so every gate sees that it is added, and added right.
 pub struct SpectralOp;
 
-/// Value families: ordinary, heavy-tailed with large channels, and every second direction switched off.
-const FAMILIES: [&str; 3] = ["normal", "activations", "s-zero"];
+/// Value families: ordinary, heavy-tailed with large channels, every second direction switched off, and factors with
+/// elements from 2^-20 to 2^4 of the usual size.
+const FAMILIES: [&str; 4] = ["normal", "activations", "s-zero", "spread"];
 
 fn case(batch: usize, tokens: usize, [i, o, r]: [usize; 3], family: &'static str, plus: bool) -> Case<Config> {
+    rounded_case(FactorFormat::F32, batch, tokens, [i, o, r], family, plus)
+}
+
+fn rounded_case(
+    format: FactorFormat,
+    batch: usize,
+    tokens: usize,
+    [i, o, r]: [usize; 3],
+    family: &'static str,
+    plus: bool,
+) -> Case<Config> {
+    let word = if format == FactorFormat::F32 { String::new() } else { format!("-{format}") };
     Case {
-        name: format!("b{batch}-t{tokens}-i{i}-o{o}-r{r}-{family}{}", if plus { "-plus" } else { "" }),
-        config: Config { precision: Precision::Full },
+        name: format!("b{batch}-t{tokens}-i{i}-o{o}-r{r}-{family}{word}{}", if plus { "-plus" } else { "" }),
+        config: Config { precision: Precision::Full, format },
         dims: vec![("B", batch), ("T", tokens), ("I", i), ("O", o), ("R", r)],
         family,
         present: if plus { vec!["plus"] } else { vec![] },
@@ -56,7 +71,7 @@ impl Operation for SpectralOp {
     }
 
     fn cases() -> Vec<Case<Config>> {
-        vec![
+        let mut cases = vec![
             case(2, 5, [8, 6, 4], "normal", true),
             case(2, 5, [6, 8, 4], "normal", false),
             case(1, 1, [1, 1, 1], "normal", false),
@@ -68,12 +83,24 @@ impl Operation for SpectralOp {
             case(2, 150, [24, 40, 8], "normal", true),
             case(0, 4, [3, 4, 3], "normal", true),
             case(2, 0, [3, 4, 3], "normal", false),
-        ]
+        ];
+        for format in FactorFormat::ALL {
+            cases.push(rounded_case(format, 2, 3, [13, 9, 4], "spread", false));
+            if format != FactorFormat::F32 {
+                cases.push(rounded_case(format, 2, 5, [8, 6, 4], "normal", true));
+                cases.push(rounded_case(format, 1, 70, [24, 40, 8], "activations", false));
+                cases.push(rounded_case(format, 1, 1, [1, 1, 1], "normal", false));
+            }
+        }
+        cases
     }
 
     fn strategy() -> BoxedStrategy<Case<Config>> {
-        (1..4usize, 1..9usize, 3..24usize, 3..24usize, 3..9usize, 0..FAMILIES.len(), any::<bool>())
-            .prop_map(|(b, t, i, o, r, family, plus)| case(b, t, [i, o, r], FAMILIES[family], plus))
+        let shape = (3..24usize, 3..24usize, 3..9usize);
+        (0..FactorFormat::ALL.len(), 1..4usize, 1..9usize, shape, 0..FAMILIES.len(), any::<bool>())
+            .prop_map(|(format, b, t, (i, o, r), family, plus)| {
+                rounded_case(FactorFormat::ALL[format], b, t, [i, o, r], FAMILIES[family], plus)
+            })
             .boxed()
     }
 
@@ -83,21 +110,29 @@ impl Operation for SpectralOp {
             "activations" => draw::activation_like(rng, &shape),
             _ => draw::normal(rng, &shape),
         };
-        Values::new()
+        let mut values = Values::new()
             .with("x", x)
             .with("u", draw_factor(rng, &case.shape(&Self::spec("u"))))
             .with("s", draw_s(rng, &case.shape(&Self::spec("s")), case.family == "s-zero"))
-            .with("v", draw_factor(rng, &case.shape(&Self::spec("v"))))
+            .with("v", draw_factor(rng, &case.shape(&Self::spec("v"))));
+        if case.family == "spread" {
+            for name in ["u", "v"] {
+                rounding::spread(values.get_mut(name).expect("just drawn"), rng);
+            }
+        }
+        values
     }
 
-    fn naive(_: &Config, inputs: &Values, upstream: Option<&Values>, twist: Option<&str>) -> Run<ArrayD<f64>> {
+    fn naive(config: &Config, inputs: &Values, upstream: Option<&Values>, twist: Option<&str>) -> Run<ArrayD<f64>> {
         let is = |name: &str| twist == Some(name);
         let x = rows(inputs.at("x"));
-        let map = Map {
+        let masters = Map {
             u: inputs.at("u").view().into_dimensionality::<Ix2>().expect("rank 2"),
             s: inputs.at("s").view().into_dimensionality::<Ix1>().expect("rank 1"),
             v: inputs.at("v").view().into_dimensionality::<Ix2>().expect("rank 2"),
         };
+        let [u, v] = [masters.u, masters.v].map(|factor| rounding::rounded(config.format, factor, twist));
+        let map = Map { u: u.view(), v: v.view(), ..masters };
         let mut y = map.forward(&x);
         if is("forward-without-s") {
             y = Map { s: Array1::ones(map.s.len()).view(), ..map }.forward(&x);
@@ -117,6 +152,12 @@ impl Operation for SpectralOp {
         if let Some(upstream) = upstream {
             let dy = rows(upstream.at("y"));
             let mut back = map.backward(&x, &dy);
+            if is("backward-with-masters") {
+                back = masters.backward(&x, &dy);
+            }
+            if is("gradient-masked-by-rounding") {
+                back.mask_by_rounding(masters, map);
+            }
             let ones = Array1::ones(map.s.len());
             let without_s = Map { s: ones.view(), ..map }.backward(&x, &dy);
             if is("dx-without-s") {
@@ -159,11 +200,13 @@ impl Operation for SpectralOp {
             Law::Independent("T"),
             Law::Causal("T"),
             Law::Custom { name: "a sign moved from U to V changes only signs", check: sign_moves },
+            Law::Custom { name: "a format is its numbers, straight through", check: straight_through },
         ]
     }
 
     fn mutants() -> Vec<Mutant> {
-        [
+        let in_rounding = rounding::TWISTS.map(|twist| (twist, Gate::Form));
+        let in_map = [
             ("forward-without-s", Gate::Form),
             ("last-direction-dropped", Gate::Form),
             ("x-changed", Gate::Form),
@@ -174,9 +217,16 @@ impl Operation for SpectralOp {
             ("ds-misses-last-row", Gate::Adj),
             ("plus-dropped", Gate::Fd),
             ("plus-twice", Gate::Adj),
-        ]
-        .map(|(twist, caught_by)| Mutant { twist, caught_by })
-        .to_vec()
+        ];
+        in_map.into_iter().chain(in_rounding).map(|(twist, caught_by)| Mutant { twist, caught_by }).collect()
+    }
+
+    fn straight_through(config: &Config) -> &'static [&'static str] {
+        if config.format == FactorFormat::F32 { &[] } else { &["u", "v"] }
+    }
+
+    fn on_devices(case: &Case<Config>) -> bool {
+        case.config.format == FactorFormat::F32
     }
 
     fn tolerances(_: &Case<Config>) -> Tolerances {
@@ -202,6 +252,21 @@ pub(crate) struct MapGrads {
     pub du: Array2<f64>,
     pub ds: Array1<f64>,
     pub dv: Array2<f64>,
+}
+
+impl MapGrads {
+    /// Takes the gradient away from every element that its format does not hold exactly: what a rounding whose slope is
+    /// taken to be zero would do.
+    pub fn mask_by_rounding(&mut self, masters: Map<'_>, rounded: Map<'_>) {
+        for (gradient, master, rounded) in [(&mut self.du, masters.u, rounded.u), (&mut self.dv, masters.v, rounded.v)]
+        {
+            Zip::from(gradient).and(master).and(rounded).for_each(|gradient, master, rounded| {
+                if master != rounded {
+                    *gradient = 0.0;
+                }
+            });
+        }
+    }
 }
 
 impl Map<'_> {
@@ -294,6 +359,28 @@ fn sign_moves(
     same("ds", flipped.grads.at("s"), plain.grads.at("s"))?;
     same("du", flipped.grads.at("u"), &(plain.grads.at("u") * &signs))?;
     same("dv", flipped.grads.at("v"), &(plain.grads.at("v") * &signs))?;
+    Ok(0.0)
+}
+
+/// With a format everything is, bit for bit, what it is without one at the numbers that the format makes of the factors:
+/// the gradients of the masters, too.
+fn straight_through(
+    runner: &dyn Runner<SpectralOp>,
+    case: &Case<Config>,
+    rng: &mut ChaCha8Rng,
+) -> std::result::Result<f64, String> {
+    let inputs = SpectralOp::draw(case, rng);
+    let plain = Config { format: FactorFormat::F32, ..case.config.clone() };
+    let numbers = inputs.map(|name, a| match name {
+        "u" | "v" => {
+            let factor = a.view().into_dimensionality::<Ix2>().expect("rank 2");
+            rounding::rounded(case.config.format, factor, None).into_dyn()
+        }
+        _ => a.clone(),
+    });
+    let upstream = Values::new().with("y", draw::normal(rng, &case.shape(&SpectralOp::spec("y"))));
+    let run = |config: &Config, inputs: &Values| runner.run(config, inputs, Some(&upstream)).map_err(|e| e.to_string());
+    equal_bits(&run(&case.config, &inputs)?, &run(&plain, &numbers)?)?;
     Ok(0.0)
 }
 

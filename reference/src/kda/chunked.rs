@@ -1,11 +1,12 @@
 //! The chunk form, one chain at a time: inside a chunk everything is a matrix product or a triangular solve.
 //!
-//! For a chunk of n tokens with entry state S, rows i, j = 1..n, G_i = g_1 + ... + g_i and r_i = beta_i k_i:
+//! For a chunk of n tokens with entry state S, rows i, j = 1..n, G_i = g_1 + ... + g_i, r_i = b_i * k_i and
+//! y_i = w_i * v_i, where b and w are beta in every channel unless there are gates:
 //!
 //! ```text
 //! Qt_i = q_i e^{G_i}      Rt_i = r_i e^{G_i}      Kb_j = k_j e^{G_n - G_j}
 //! P_ij = sum_c q_ic k_jc e^{G_ic - G_jc}  (j <= i)      L_ij = sum_c r_ic k_jc e^{G_ic - G_jc}  (j < i)
-//! (I + L) U = beta V - Rt S
+//! (I + L) U = Y - Rt S
 //! O  = scale (Qt S + P U)
 //! S' = Diag(e^{G_n}) S + Kb^T U
 //! ```
@@ -15,13 +16,13 @@
 //! ```text
 //! dU  = scale P^T dO + Kb dS'          (I + L)^T Z = dU
 //! dS  = Diag(e^{G_n}) dS' + scale Qt^T dO - Rt^T Z
-//! dV  = beta Z
+//! dv_i = w_i * Z_i                     dw_i = v_i * Z_i
 //! dP  = scale tril(dO U^T)             dL  = -stril(Z U^T)
 //! dQt = scale dO S^T                   dRt = -Z S^T                   dKb = U dS'^T
 //! dq_i  = dQt_i e^{G_i} + sum_{j<=i} dP_ij k_j e^{G_i - G_j}
 //! dr_i  = dRt_i e^{G_i} + sum_{j<i} dL_ij k_j e^{G_i - G_j}
 //! dkw_j = dKb_j e^{G_n - G_j} + sum_{i>=j} dP_ij q_i e^{G_i - G_j} + sum_{i>j} dL_ij r_i e^{G_i - G_j}
-//! dk = dkw + beta dr                   dbeta = k . dr + v . Z
+//! dk = dkw + b * dr                    db = k * dr               dbeta = sum_c db + sum_j dw
 //! ```
 //!
 //! **No difference of sums.** e^{G_i - G_j} is never taken from G_i - G_j, and e^{-G} never formed. The pairs j < i are
@@ -132,9 +133,12 @@ struct Chunk<'a, T> {
     q: Array2<T>,
     k: Array2<T>,
     v: Array2<T>,
-    /// beta k
+    /// b * k
     r: Array2<T>,
-    beta: Array1<T>,
+    /// The erase gate, `[tokens, K]`, or beta, `[tokens, 1]`.
+    b: Array2<T>,
+    /// The write gate, `[tokens, V]`, or beta, `[tokens, 1]`.
+    w: Array2<T>,
     /// e^{G_i}
     from_entry: Array2<T>,
     /// e^{G_n - G_j}
@@ -152,8 +156,9 @@ impl<'a, T: Scalar> Chunk<'a, T> {
         let k = gather(&tokens, key, |t| chain.k(t));
         let v = gather(&tokens, value, |t| chain.v(t));
         let g = gather(&tokens, key, |t| chain.g(t));
-        let beta = Array1::from_iter(tokens.clone().map(|t| chain.beta(t)));
-        let r = &k * &beta.view().insert_axis(Axis(1));
+        let b = gather(&tokens, chain.erase(tokens.start).len(), |t| chain.erase(t));
+        let w = gather(&tokens, chain.write(tokens.start).len(), |t| chain.write(t));
+        let r = &k * &b;
         let from_entry = exp_of_sums(&g, tokens.len(), (0..len).map(|i| (i, i)));
         let to_end = exp_of_sums(&g, tokens.len(), (0..len).rev().map(|j| (j, j + 1)));
         let blocks = blocks(&g);
@@ -168,7 +173,7 @@ impl<'a, T: Scalar> Chunk<'a, T> {
             p.slice_mut(pairs).assign(&(&q.slice(s![block.rows.clone(), ..]) * &block.row_decay).dot(&k_columns.t()));
             l.slice_mut(pairs).assign(&(&r.slice(s![block.rows.clone(), ..]) * &block.row_decay).dot(&k_columns.t()));
         }
-        Self { chain, tokens, q, k, v, r, beta, from_entry, to_end, blocks, p, l }
+        Self { chain, tokens, q, k, v, r, b, w, from_entry, to_end, blocks, p, l }
     }
 
     /// Qt
@@ -191,13 +196,8 @@ impl<'a, T: Scalar> Chunk<'a, T> {
         self.from_entry.row(self.tokens.len() - 1).insert_axis(Axis(1))
     }
 
-    /// beta as a column.
-    fn beta(&self) -> ArrayView2<'_, T> {
-        self.beta.view().insert_axis(Axis(1))
-    }
-
     fn solve_u(&self, state: ArrayView2<'_, T>) -> Array2<T> {
-        let mut u = &self.v * &self.beta() - self.decayed_r().dot(&state);
+        let mut u = &self.v * &self.w - self.decayed_r().dot(&state);
         solve_lower(self.l.view(), u.view_mut());
         u
     }
@@ -262,15 +262,29 @@ impl<'a, T: Scalar> Chunk<'a, T> {
         *dstate += &self.decayed_q().t().dot(&scaled_do);
         *dstate -= &self.decayed_r().t().dot(&z);
 
-        let dk = dkw + &dr * &self.beta();
-        let dbeta = (&self.k * &dr).sum_axis(Axis(1)) + (&self.v * &z).sum_axis(Axis(1));
-        let dv = z * self.beta();
+        let dk = dkw + &dr * &self.b;
+        let db = &self.k * &dr;
+        let dw = &self.v * &z;
+        let dv = z * &self.w;
+        // Beta gets the gradient of the gates that it stands in for.
+        let dbeta = match (&grads.db, &grads.dw) {
+            (None, None) => db.sum_axis(Axis(1)) + dw.sum_axis(Axis(1)),
+            (None, Some(_)) => db.sum_axis(Axis(1)),
+            (Some(_), None) => dw.sum_axis(Axis(1)),
+            (Some(_), Some(_)) => Array1::zeros(len),
+        };
         for (i, t) in self.tokens.clone().enumerate() {
             ArrayViewMut1::from(&mut *grads.dq[t]).assign(&dq.row(i));
             ArrayViewMut1::from(&mut *grads.dk[t]).assign(&dk.row(i));
             ArrayViewMut1::from(&mut *grads.dv[t]).assign(&dv.row(i));
             ArrayViewMut1::from(&mut *grads.dg[t]).assign(&dg.row(i));
             grads.dbeta[t][0] = dbeta[i];
+            if let Some(rows) = &mut grads.db {
+                ArrayViewMut1::from(&mut *rows[t]).assign(&db.row(i));
+            }
+            if let Some(rows) = &mut grads.dw {
+                ArrayViewMut1::from(&mut *rows[t]).assign(&dw.row(i));
+            }
         }
     }
 }

@@ -22,11 +22,26 @@ impl<T: Scalar> Lanes<T> {
         Self([T::zero(); LANES])
     }
 
+    /// The same number in every lane.
+    #[inline(always)]
+    pub fn all(x: T) -> Self {
+        Self([x; LANES])
+    }
+
     /// self * factor
     #[inline(always)]
     pub fn scale(mut self, factor: T) -> Self {
         for l in 0..LANES {
             self.0[l] *= factor;
+        }
+        self
+    }
+
+    /// self * x
+    #[inline(always)]
+    pub fn mul(mut self, x: Self) -> Self {
+        for l in 0..LANES {
+            self.0[l] *= x.0[l];
         }
         self
     }

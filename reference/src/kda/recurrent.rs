@@ -8,6 +8,7 @@ use std::ops::Range;
 
 use multiversion::multiversion;
 
+use super::gates::Gates;
 use super::lanes::{Lanes, four_sums, lanes_for, load, store};
 use super::{Chain, Checkpoints, GradRows};
 use crate::scalar::Scalar;
@@ -32,6 +33,7 @@ pub(super) fn forward<T: Scalar>(
     let mut v = vec![Lanes::zero(); wide];
     let mut u = vec![Lanes::zero(); wide];
     let mut read = vec![Lanes::zero(); wide];
+    let mut gates = chain.has_gates().then(|| Gates::new(key, value));
     for t in 0..time {
         if let Some(checkpoints) = checkpoints.as_deref_mut()
             && t % chain.segment == 0
@@ -39,12 +41,21 @@ pub(super) fn forward<T: Scalar>(
             store(&s, value, state);
             checkpoints.extend_from_slice(state);
         }
-        let (k, beta) = (chain.k(t), chain.beta(t));
+        let k = chain.k(t);
         exp(chain.g(t), &mut decay);
         load(chain.v(t), value, &mut v);
         forget_and_recall(&mut s, &decay, k, &mut u);
-        for (u, v) in u.iter_mut().zip(&v) {
-            *u = v.sub(*u).scale(beta);
+        match &mut gates {
+            None => {
+                let beta = chain.beta(t);
+                for (u, v) in u.iter_mut().zip(&v) {
+                    *u = v.sub(*u).scale(beta);
+                }
+            }
+            Some(gates) => {
+                gates.read(chain, t);
+                gates.correct(&s, k, &v, &mut u);
+            }
         }
         write_and_read(&mut s, k, &u, chain.q(t), &mut read);
         if let Some(o) = o.as_deref_mut() {
@@ -61,8 +72,10 @@ pub(super) fn forward<T: Scalar>(
 struct Replay<T> {
     /// e^{g_t}, `[segment, K]`.
     decay: Vec<T>,
-    /// v_t - Sh_t^T k_t, `[segment, V]`.
+    /// v_t - Sh_t^T k_t, `[segment, V]`; with gates Sh_t^T k_t.
     error: Vec<Lanes<T>>,
+    /// u_t, `[segment, V]`.
+    u: Vec<Lanes<T>>,
     /// Sh_t, `[segment, K, V]`.
     faded: Vec<Lanes<T>>,
 }
@@ -83,6 +96,7 @@ pub(super) fn backward<T: Scalar>(
     let mut replay = Replay {
         decay: vec![T::zero(); longest * key],
         error: vec![Lanes::zero(); longest * wide],
+        u: vec![Lanes::zero(); longest * wide],
         faded: vec![Lanes::zero(); longest * key * wide],
     };
     // D between tokens, M within one.
@@ -90,40 +104,47 @@ pub(super) fn backward<T: Scalar>(
     load(dstate, value, &mut d);
     let mut scaled_q = vec![T::zero(); key];
     let mut do_t = vec![Lanes::zero(); wide];
-    let mut u = vec![Lanes::zero(); wide];
     let mut z = vec![Lanes::zero(); wide];
+    let mut v = vec![Lanes::zero(); wide];
+    let mut gates = Gates::new(key, value);
     for segment in (0..time.div_ceil(chain.segment)).rev() {
         let start = segment * chain.segment;
         let end = (start + chain.segment).min(time);
         let entry = &checkpoints[segment * key * value..][..key * value];
-        run_again(chain, start..end, entry, &mut replay);
+        run_again(chain, start..end, entry, &mut gates, &mut replay);
         for t in (start..end).rev() {
             let n = t - start;
             let decay = &replay.decay[n * key..][..key];
             let error = &replay.error[n * wide..][..wide];
             let faded = &replay.faded[n * key * wide..][..key * wide];
-            let (k, beta) = (chain.k(t), chain.beta(t));
+            let u = &replay.u[n * wide..][..wide];
+            let k = chain.k(t);
+            gates.read(chain, t);
             for (scaled, &q) in scaled_q.iter_mut().zip(chain.q(t)) {
                 *scaled = chain.scale * q;
             }
             load(chain.row(d_o, t, value), value, &mut do_t);
-            for (u, error) in u.iter_mut().zip(error) {
-                *u = error.scale(beta);
-            }
             // M = D + scale q do^T, and z = M^T k.
             write_and_read(&mut d, &scaled_q, &do_t, k, &mut z);
-            let u_do = dot(&u, &do_t);
+            let u_do = dot(u, &do_t);
+            let erase = &gates.erase[..key];
             let (dq, dk, dg) = (&mut *grads.dq[t], &mut *grads.dk[t], &mut *grads.dg[t]);
             for c in 0..key {
-                let sums = leave_row(c, key, &mut d, faded, (beta * k[c], decay[c]), (&do_t, &u, &z));
+                let b = erase[c];
+                let sums = leave_row(c, key, &mut d, faded, (b * k[c], decay[c]), (&do_t, u, &z));
                 // scale S_t do, with S_t = Sh_t + k u^T.
                 dq[c] = chain.scale * k[c].mul_add(u_do, sums.faded_do);
-                dk[c] = sums.m_u - beta * sums.faded_z;
+                dk[c] = sums.m_u - b * sums.faded_z;
                 dg[c] = sums.dh_faded;
             }
-            grads.dbeta[t][0] = dot(&z, error);
-            for z in &mut z {
-                *z = z.scale(beta);
+            if chain.has_gates() {
+                load(chain.v(t), value, &mut v);
+                leave_gates(t, k, faded, (&mut v, &z), grads);
+            } else {
+                grads.dbeta[t][0] = dot(&z, error);
+            }
+            for (z, &w) in z.iter_mut().zip(&gates.write) {
+                *z = z.mul(w);
             }
             store(&z, value, grads.dv[t]);
         }
@@ -133,12 +154,17 @@ pub(super) fn backward<T: Scalar>(
 
 /// Fills `replay` for the tokens of one segment that starts in the state `entry`.
 #[inline(always)]
-fn run_again<T: Scalar>(chain: &Chain<'_, T>, tokens: Range<usize>, entry: &[T], replay: &mut Replay<T>) {
+fn run_again<T: Scalar>(
+    chain: &Chain<'_, T>,
+    tokens: Range<usize>,
+    entry: &[T],
+    gates: &mut Gates<T>,
+    replay: &mut Replay<T>,
+) {
     let (_, key, value) = chain.lengths();
     let wide = lanes_for(value);
     let state = key * wide;
     let mut v = vec![Lanes::zero(); wide];
-    let mut u = vec![Lanes::zero(); wide];
     let start = tokens.start;
     for t in tokens {
         let n = t - start;
@@ -150,14 +176,55 @@ fn run_again<T: Scalar>(chain: &Chain<'_, T>, tokens: Range<usize>, entry: &[T],
             forget_and_recall(&mut replay.faded[..state], decay, chain.k(t), error);
         } else {
             let (before, faded) = replay.faded[(n - 1) * state..][..2 * state].split_at_mut(state);
-            write_forget_and_recall(before, chain.k(t - 1), &u, decay, chain.k(t), faded, error);
+            let u = &replay.u[(n - 1) * wide..][..wide];
+            write_forget_and_recall(before, chain.k(t - 1), u, decay, chain.k(t), faded, error);
         }
         load(chain.v(t), value, &mut v);
-        for ((error, u), v) in error.iter_mut().zip(&mut u).zip(&v) {
-            *error = v.sub(*error);
-            *u = error.scale(chain.beta(t));
+        let u = &mut replay.u[n * wide..][..wide];
+        if chain.has_gates() {
+            gates.read(chain, t);
+            u.copy_from_slice(error);
+            gates.correct(&replay.faded[n * state..][..state], chain.k(t), &v, u);
+        } else {
+            for ((error, u), v) in error.iter_mut().zip(u).zip(&v) {
+                *error = v.sub(*error);
+                *u = error.scale(chain.beta(t));
+            }
         }
     }
+}
+
+/// The gradients of the gates that there are, and of beta where it stands in for one. `v` is overwritten.
+#[inline(always)]
+fn leave_gates<T: Scalar>(
+    t: usize,
+    k: &[T],
+    faded: &[Lanes<T>],
+    (v, z): (&mut [Lanes<T>], &[Lanes<T>]),
+    grads: &mut GradRows<'_, T>,
+) {
+    let mut dbeta = T::zero();
+    for (c, &k_c) in k.iter().enumerate() {
+        let mut faded_z = Lanes::zero();
+        for (column, &z) in faded.chunks_exact(k.len()).zip(z) {
+            faded_z = faded_z.add_product(column[c], z);
+        }
+        // k * dr, with dr = -Sh z.
+        let db_c = -(k_c * faded_z.sum());
+        match &mut grads.db {
+            Some(db) => db[t][c] = db_c,
+            None => dbeta += db_c,
+        }
+    }
+    match &mut grads.dw {
+        Some(dw) => {
+            v.iter_mut().zip(z).for_each(|(v, &z)| *v = v.mul(z));
+            let row = &mut *dw[t];
+            store(v, row.len(), row);
+        }
+        None => dbeta += dot(v, z),
+    }
+    grads.dbeta[t][0] = dbeta;
 }
 
 #[inline(always)]
@@ -186,6 +253,18 @@ fn forget_and_recall<T: Scalar>(state: &mut [Lanes<T>], decay: &[T], k: &[T], re
             sums[0] = sums[0].add_scaled(*row, k);
         }
         *recalled = total(sums);
+    }
+}
+
+/// recalled = S^T k
+#[inline(always)]
+pub(super) fn recall<T: Scalar>(state: &[Lanes<T>], k: &[T], recalled: &mut [Lanes<T>]) {
+    for (block, recalled) in state.chunks_exact(k.len()).zip(recalled) {
+        let mut sum = Lanes::zero();
+        for (&row, &k) in block.iter().zip(k) {
+            sum = sum.add_scaled(row, k);
+        }
+        *recalled = sum;
     }
 }
 

@@ -5,12 +5,16 @@
 //! next batch while a step runs. A batch is a pure function of (corpus, configuration, seed, step).
 
 mod corpus;
+mod keys;
 mod prefetch;
+mod spans;
 mod split;
 mod windows;
 
 pub use corpus::{Corpus, Manifest, ManifestFile, SHIPPED_TEXT_NAME};
+pub use keys::Keys;
 pub use prefetch::Prefetch;
+pub use spans::{FIRST_START, MASKED_SHARE, SPAN_BYTES, span_mask, start_probability};
 pub use split::{Segment, block_len, held_out_blocks, split};
 pub use windows::{EvalWindows, TrainWindows, Window, permute};
 

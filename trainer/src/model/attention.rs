@@ -100,6 +100,9 @@ impl<B: Backend> Model<B> {
                 v: &v,
                 g: &gates.g,
                 beta: &gates.beta,
+                b: None,
+                w: None,
+                cu_seqlens: None,
                 initial_state: carry.map(|c| &c.state),
             },
         )?;

@@ -14,7 +14,7 @@ use dormouse_reference::residual::{self, Residual};
 use dormouse_reference::rms_norm::{self, RmsNorm};
 use dormouse_reference::short_conv;
 use dormouse_reference::spectral::{self, Spectral};
-use dormouse_reference::{Backend, Precision, Result};
+use dormouse_reference::{Backend, FactorFormat, Precision, Result};
 
 use super::ablation::Ablation;
 use super::attention::{self, Carry};
@@ -34,8 +34,12 @@ impl Configs {
     pub fn new(m: &ModelConfig, precision: &dyn Fn(&str) -> Precision) -> Self {
         Self {
             linear: linear::Config { precision: precision("linear") },
-            spectral: spectral::Config { precision: precision("spectral") },
-            expert: expert::Config { precision: precision("expert"), ffn: expert::Ffn::Silu },
+            spectral: spectral::Config { precision: precision("spectral"), format: FactorFormat::F32 },
+            expert: expert::Config {
+                precision: precision("expert"),
+                ffn: expert::Ffn::Silu,
+                format: FactorFormat::F32,
+            },
             controller: controller::Config { precision: precision("controller"), experts: m.experts },
             // A state every 64 tokens, the chunk of the device kernels, so that states can be compared one by one.
             kda: kda::Config {

@@ -50,6 +50,7 @@ pub const OVERSHOOTING: [&str; 2] = ["beta-2", "overshoot"];
 pub fn draw(case: &Case<Config>, rng: &mut ChaCha8Rng) -> Values {
     let shape = |name: &str| case.shape(&KdaOp::spec(name));
     let (wide, value, narrow) = (shape("q"), shape("v"), shape("beta"));
+    let gates_wide = shape("g");
     let size = if case.family == "large" { 1e3 } else { 1.0 };
     let mut q = unit_rows(draw::normal(rng, &wide)) * size;
     let mut k = keys(case.family, rng, &wide);
@@ -61,12 +62,34 @@ pub fn draw(case: &Case<Config>, rng: &mut ChaCha8Rng) -> Values {
         .with("q", q)
         .with("k", k)
         .with("v", draw::normal(rng, &value) * size)
-        .with("g", gates(case.family, rng, &wide))
+        .with("g", gates(case.family, rng, &gates_wide))
         .with("beta", betas(case.family, rng, &narrow));
     if case.has("initial_state") {
         values.set("initial_state", draw::normal(rng, &shape("initial_state")) * size);
     }
+    if case.has("b") {
+        values.set("b", betas(case.family, rng, &gates_wide));
+    }
+    if case.has("w") {
+        values.set("w", betas(case.family, rng, &value));
+    }
+    if case.has("cu_seqlens") {
+        values.set("cu_seqlens", offsets(rng, case.dim("T"), case.dim("N")));
+    }
     values
+}
+
+/// Where `sequences` sequences start that share `time` tokens, and where the last one ends. The second of every three is
+/// empty, and so may be others.
+fn offsets(rng: &mut ChaCha8Rng, time: usize, sequences: usize) -> ArrayD<f64> {
+    let mut cuts = draw::ids(rng, &[sequences + 1], time + 1).into_raw_vec_and_offset().0;
+    cuts[0] = 0.0;
+    cuts[sequences] = time as f64;
+    cuts.sort_by(f64::total_cmp);
+    for n in (2..sequences).step_by(3) {
+        cuts[n] = cuts[n - 1];
+    }
+    ArrayD::from_shape_vec(vec![sequences + 1], cuts).expect("as many cuts")
 }
 
 fn keys(family: &str, rng: &mut ChaCha8Rng, shape: &[usize]) -> ArrayD<f64> {

@@ -1,17 +1,18 @@
 //! What is true of `kda` whatever computes it: exact identities of its gradients, closed forms on special inputs, and
 //! what must not change a result.
 
-use ndarray::{Array1, ArrayD, Axis, Ix4, Slice, s};
+use ndarray::{Array1, Array2, ArrayD, Axis, Ix4, Slice, s};
 use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
 
 use dormouse_reference::kda::{Config, Form, Memory};
 
-use super::KdaOp;
 use super::families::{OVERSHOOTING, unit_rows};
+use super::{KdaOp, sequences};
 use crate::compare::{Tolerance, compare, same_bits};
 use crate::description::{Case, Law, Operation, Run};
 use crate::draw;
+use crate::gates::det::equal_bits;
 use crate::gates::passed;
 use crate::named::Values;
 use crate::runner::Runner;
@@ -34,6 +35,10 @@ pub fn all() -> Vec<Law<KdaOp>> {
         custom("a repeated key replaces its value", repeated_key),
         custom("beta = 0 only forgets", only_forgets),
         custom("orthonormal keys store every value", orthonormal_keys),
+        custom("g = 0 is the delta rule", delta_rule),
+        custom("equal gates are beta", equal_gates),
+        custom("value heads of a group are repeated heads", repeated_heads),
+        custom("sequences do not see each other", one_by_one),
     ]
 }
 
@@ -94,57 +99,108 @@ fn worst(name: &str, left: &ArrayD<f64>, right: &ArrayD<f64>, size: &ArrayD<f64>
     Ok(worst)
 }
 
-/// With the sums over channels `.` and over rows of the state:
+/// With the sums over channels `.`, over rows of the state, and over the value heads of a group where q or k comes in:
 ///
 /// ```text
 /// q . dq = o . do                                              each token
-/// k . dk + v . dv = 2 beta dbeta                               each token
+/// w * dw = v * dv                                              each token and channel, with a write gate
+/// k . dk + v . dv = 2 (beta dbeta + b . db + w . dw)           each token; absent gates left out
 /// sum v . dv + <S_0, dS_0> = sum o . do + <S_T, dS_T>          each chain
 /// sum_c dg_t = sum_{s >= t} (o . do - v . dv)_s + <S_T, dS_T>  each token
+/// dg_t = sum_{s >= t} (q * dq + 2 b * db - k * dk)_s + rowsum(S_T * dS_T)   each token and channel, with an erase gate
 /// ```
+///
+/// The last one is left out where value heads share a key, whose dk is then not one head's.
 fn identities(runner: &dyn Runner<KdaOp>, case: &Case<Config>, rng: &mut ChaCha8Rng) -> Check {
     let (inputs, upstream, run) = full_run(runner, case, rng)?;
     let grad = |name: &str| run.grads.get(name).ok_or_else(|| format!("`d{name}` is absent"));
     let tol = IDENTITY * amplification(case);
+    let group = group(case);
     let (q_dq, q_size) = row_products(inputs.at("q"), grad("q")?);
     let (o_do, o_size) = row_products(run.outputs.at("o"), upstream.at("o"));
-    let mut error = worst("q.dq = o.do", &q_dq, &o_do, &(&q_size + &o_size), tol)?;
+    let size = &q_size + by_key_head(&o_size, group);
+    let mut error = worst("q.dq = o.do", &q_dq, &by_key_head(&o_do, group), &size, tol)?;
+
+    if let Some(w) = inputs.get("w") {
+        let (left, right) = (w * grad("w")?, inputs.at("v") * grad("v")?);
+        let size = left.mapv(f64::abs) + right.mapv(f64::abs);
+        error = error.max(worst("w dw = v dv", &left, &right, &size, tol)?);
+    }
 
     let (k_dk, k_size) = row_products(inputs.at("k"), grad("k")?);
     let (v_dv, v_size) = row_products(inputs.at("v"), grad("v")?);
-    let right = 2.0 * inputs.at("beta") * grad("beta")?;
-    let size = &k_size + &v_size + right.mapv(f64::abs);
-    error = error.max(worst("k.dk + v.dv = 2 beta dbeta", &(&k_dk + &v_dv), &right, &size, tol)?);
+    let mut right = 2.0 * inputs.at("beta") * grad("beta")?;
+    let mut right_size = right.mapv(f64::abs);
+    for gate in ["b", "w"] {
+        if let Some(values) = inputs.get(gate) {
+            let (products, size) = row_products(values, grad(gate)?);
+            right += &(2.0 * products);
+            right_size += &(2.0 * size);
+        }
+    }
+    let left = &k_dk + by_key_head(&v_dv, group);
+    let size = &k_size + by_key_head(&(&v_size + &right_size), group);
+    let name = "k.dk + v.dv = 2 (beta dbeta + b.db + w.dw)";
+    error = error.max(worst(name, &left, &by_key_head(&right, group), &size, tol)?);
 
     let (s_ds, s_size) = state_products(run.outputs.at("final_state"), upstream.at("final_state"));
     let (s0_ds0, s0_size) = match inputs.get("initial_state") {
         Some(s) => state_products(s, grad("initial_state")?),
         None => (ArrayD::zeros(s_ds.raw_dim()), ArrayD::zeros(s_ds.raw_dim())),
     };
-    let over_time = Axis(1);
-    let left = v_dv.sum_axis(over_time) + &s0_ds0;
-    let right = o_do.sum_axis(over_time) + &s_ds;
-    let size = v_size.sum_axis(over_time) + o_size.sum_axis(over_time) + &s_size + &s0_size;
-    error = error.max(worst("sum v.dv + <S_0, dS_0> = sum o.do + <S_T, dS_T>", &left, &right, &size, tol)?);
-
     let dg = grad("g")?;
     let dg_sum = dg.sum_axis(Axis(3));
     let dg_size = dg.mapv(f64::abs).sum_axis(Axis(3));
-    let mut suffix = s_ds;
-    let mut suffix_size = s_size;
-    for t in (0..case.dim("T")).rev() {
-        let at = |a: &ArrayD<f64>| a.index_axis(over_time, t).to_owned();
-        suffix = suffix + at(&o_do) - at(&v_dv);
-        suffix_size = suffix_size + at(&o_size) + at(&v_size) + at(&dg_size);
-        error = error.max(worst(
-            "sum_c dg = sum_{s>=t} (o.do - v.dv) + <S_T, dS_T>",
-            &at(&dg_sum),
-            &suffix,
-            &suffix_size,
-            tol,
-        )?);
+    for (n, (batch, tokens)) in sequences(&inputs).into_iter().enumerate() {
+        let over = |a: &ArrayD<f64>| {
+            let row = a.index_axis(Axis(0), batch);
+            row.slice_axis(Axis(0), Slice::from(tokens.clone())).sum_axis(Axis(0))
+        };
+        let state = |a: &ArrayD<f64>| a.index_axis(Axis(0), n).to_owned();
+        let left = over(&v_dv) + state(&s0_ds0);
+        let right = over(&o_do) + state(&s_ds);
+        let size = over(&v_size) + over(&o_size) + state(&s_size) + state(&s0_size);
+        error = error.max(worst("sum v.dv + <S_0, dS_0> = sum o.do + <S_T, dS_T>", &left, &right, &size, tol)?);
+
+        let (mut suffix, mut suffix_size) = (state(&s_ds), state(&s_size));
+        for t in tokens.rev() {
+            let at = |a: &ArrayD<f64>| a.index_axis(Axis(0), batch).index_axis(Axis(0), t).to_owned();
+            suffix = suffix + at(&o_do) - at(&v_dv);
+            suffix_size = suffix_size + at(&o_size) + at(&v_size) + at(&dg_size);
+            let name = "sum_c dg = sum_{s>=t} (o.do - v.dv) + <S_T, dS_T>";
+            error = error.max(worst(name, &at(&dg_sum), &suffix, &suffix_size, tol)?);
+        }
+    }
+    if let Some(b) = inputs.get("b").filter(|_| group == 1) {
+        let [q, k] = [inputs.at("q") * grad("q")?, inputs.at("k") * grad("k")?];
+        let b = 2.0 * b * grad("b")?;
+        let size = q.mapv(f64::abs) + k.mapv(f64::abs) + b.mapv(f64::abs) + dg.mapv(f64::abs);
+        let terms = q + b - k;
+        let (s_ds, s_size) = row_products(run.outputs.at("final_state"), upstream.at("final_state"));
+        for (n, (batch, tokens)) in sequences(&inputs).into_iter().enumerate() {
+            let state = |a: &ArrayD<f64>| a.index_axis(Axis(0), n).to_owned();
+            let (mut suffix, mut suffix_size) = (state(&s_ds), state(&s_size));
+            for t in tokens.rev() {
+                let at = |a: &ArrayD<f64>| a.index_axis(Axis(0), batch).index_axis(Axis(0), t).to_owned();
+                suffix += &at(&terms);
+                suffix_size += &at(&size);
+                let name = "dg = sum_{s>=t} (q dq + 2 b db - k dk) + rowsum(S_T dS_T)";
+                error = error.max(worst(name, &at(dg), &suffix, &suffix_size, tol)?);
+            }
+        }
     }
     Ok(error)
+}
+
+/// Value heads a key head has.
+fn group(case: &Case<Config>) -> usize {
+    case.dim("HV") / case.dim("H")
+}
+
+/// `[B, T, HV, ..]` summed over the value heads of each key head, first to last: `[B, T, H, ..]`.
+fn by_key_head(x: &ArrayD<f64>, group: usize) -> ArrayD<f64> {
+    let first = |n: usize| x.slice_axis(Axis(2), Slice::new(n as isize, None, group as isize)).to_owned();
+    (1..group).fold(first(0), |sum, n| sum + first(n))
 }
 
 fn state_products(s: &ArrayD<f64>, ds: &ArrayD<f64>) -> (ArrayD<f64>, ArrayD<f64>) {
@@ -157,7 +213,7 @@ fn state_products(s: &ArrayD<f64>, ds: &ArrayD<f64>) -> (ArrayD<f64>, ArrayD<f64
 /// rowsum(S * dS) = dg of the next token.
 fn split(runner: &dyn Runner<KdaOp>, case: &Case<Config>, rng: &mut ChaCha8Rng) -> Check {
     let time = case.dim("T");
-    if time < 2 {
+    if time < 2 || case.has("cu_seqlens") {
         return Ok(0.0);
     }
     let (inputs, upstream, whole) = full_run(runner, case, rng)?;
@@ -189,7 +245,7 @@ fn split(runner: &dyn Runner<KdaOp>, case: &Case<Config>, rng: &mut ChaCha8Rng) 
     };
     let mut error = check("o", join(&first.outputs, &second.outputs, "o")?, whole.outputs.at("o"))?;
     error = error.max(check("final_state", second.outputs.at("final_state").clone(), whole.outputs.at("final_state"))?);
-    for name in ["q", "k", "v", "g", "beta"] {
+    for name in whole.grads.names().filter(|name| *name != "initial_state") {
         error = error.max(check(&format!("d{name}"), join(&first.grads, &second.grads, name)?, whole.grads.at(name))?);
     }
     if inputs.get("initial_state").is_some() {
@@ -256,9 +312,11 @@ fn checkpoints(runner: &dyn Runner<KdaOp>, case: &Case<Config>, rng: &mut ChaCha
 fn nothing_carried(runner: &dyn Runner<KdaOp>, case: &Case<Config>, rng: &mut ChaCha8Rng) -> Check {
     let (inputs, _, run) = full_run(runner, case, rng)?;
     let starts_empty = inputs.get("initial_state").is_none();
+    let starts: Vec<(usize, usize)> = sequences(&inputs).into_iter().map(|(b, tokens)| (b, tokens.start)).collect();
     let dg = run.grads.get("g").ok_or("`dg` is absent")?;
     for ((index, &dg), &g) in dg.indexed_iter().zip(inputs.at("g")) {
-        if dg != 0.0 && (g == f64::NEG_INFINITY || (starts_empty && index[1] == 0)) {
+        let first = starts.contains(&(index[0], index[1]));
+        if dg != 0.0 && (g == f64::NEG_INFINITY || (starts_empty && first)) {
             return Err(format!("dg{index:?} is {dg:e} at g = {g}"));
         }
     }
@@ -278,10 +336,18 @@ fn silence(runner: &dyn Runner<KdaOp>, case: &Case<Config>, rng: &mut ChaCha8Rng
     Ok(0.0)
 }
 
-/// The case's shape with other values.
-fn inputs_like(case: &Case<Config>, rng: &mut ChaCha8Rng) -> Values {
-    let plain = Case { family: "init", present: vec![], ..case.clone() };
-    KdaOp::draw(&plain, rng)
+/// The case's shape without options and with ordinary values; every batch entry is a sequence.
+fn plain(case: &Case<Config>) -> Case<Config> {
+    let mut plain = Case { family: "init", present: vec![], ..case.clone() };
+    let batch = case.dim("B");
+    for (axis, len) in &mut plain.dims {
+        match *axis {
+            "N" => *len = batch,
+            "N + 1" => *len = batch + 1,
+            _ => {}
+        }
+    }
+    plain
 }
 
 fn scale(case: &Case<Config>) -> f64 {
@@ -297,7 +363,7 @@ fn against(name: &str, got: &ArrayD<f64>, want: ArrayD<f64>) -> Check {
 /// One unit key, g = 0, no initial state: p_t = (1 - beta) p_{t-1} + beta v_t and o_t = scale (q_t . k) p_t. With
 /// beta = 1 a token reads back its own value, with beta = 2 the memory alternates.
 fn repeated_key(runner: &dyn Runner<KdaOp>, case: &Case<Config>, rng: &mut ChaCha8Rng) -> Check {
-    let mut inputs = inputs_like(case, rng);
+    let mut inputs = KdaOp::draw(&plain(case), rng);
     let beta = [0.3, 1.0, 2.0][rng.random_range(0..3)];
     let key = unit_rows(draw::normal(rng, &[case.dim("K")]));
     let broadcast = key.broadcast(inputs.at("k").shape()).expect("K is the last axis").to_owned();
@@ -309,11 +375,11 @@ fn repeated_key(runner: &dyn Runner<KdaOp>, case: &Case<Config>, rng: &mut ChaCh
     let v = inputs.at("v").view().into_dimensionality::<Ix4>().expect("four axes");
     let mut want = v.to_owned();
     for b in 0..case.dim("B") {
-        for h in 0..case.dim("H") {
+        for h in 0..case.dim("HV") {
             let mut p = Array1::<f64>::zeros(case.dim("V"));
             for t in 0..case.dim("T") {
                 p = (1.0 - beta) * p + beta * &v.slice(s![b, t, h, ..]);
-                let q_k: f64 = q.slice(s![b, t, h, ..]).iter().zip(&key).map(|(q, k)| q * k).sum();
+                let q_k: f64 = q.slice(s![b, t, h / group(case), ..]).iter().zip(&key).map(|(q, k)| q * k).sum();
                 want.slice_mut(s![b, t, h, ..]).assign(&(scale(case) * q_k * &p));
             }
         }
@@ -323,9 +389,9 @@ fn repeated_key(runner: &dyn Runner<KdaOp>, case: &Case<Config>, rng: &mut ChaCh
 
 /// beta = 0: S_t = Diag(e^{G_t}) S_0 and o_t = scale S_0^T (e^{G_t} q_t). Tells S_0 from its transpose.
 fn only_forgets(runner: &dyn Runner<KdaOp>, case: &Case<Config>, rng: &mut ChaCha8Rng) -> Check {
-    let mut inputs = inputs_like(case, rng);
+    let mut inputs = KdaOp::draw(&plain(case), rng);
     inputs.get_mut("beta").expect("beta is drawn").fill(0.0);
-    let start = draw::normal(rng, &case.shape(&KdaOp::spec("initial_state")));
+    let start = draw::normal(rng, &plain(case).shape(&KdaOp::spec("initial_state")));
     inputs.set("initial_state", start.clone());
     let got = run(runner, &case.config, &inputs, None)?;
     let q = inputs.at("q").view().into_dimensionality::<Ix4>().expect("four axes");
@@ -334,11 +400,11 @@ fn only_forgets(runner: &dyn Runner<KdaOp>, case: &Case<Config>, rng: &mut ChaCh
     let mut want_o = inputs.at("v").clone().into_dimensionality::<Ix4>().expect("four axes");
     let mut want_state = start.clone();
     for b in 0..case.dim("B") {
-        for h in 0..case.dim("H") {
+        for h in 0..case.dim("HV") {
             let mut sum = Array1::<f64>::zeros(case.dim("K"));
             for t in 0..case.dim("T") {
                 sum += &g.slice(s![b, t, h, ..]);
-                let faded_q = sum.mapv(f64::exp) * q.slice(s![b, t, h, ..]);
+                let faded_q = sum.mapv(f64::exp) * q.slice(s![b, t, h / group(case), ..]);
                 want_o
                     .slice_mut(s![b, t, h, ..])
                     .assign(&(scale(case) * start.slice(s![b, h, .., ..]).t().dot(&faded_q)));
@@ -361,7 +427,7 @@ fn orthonormal_keys(runner: &dyn Runner<KdaOp>, case: &Case<Config>, rng: &mut C
             *len = time;
         }
     }
-    let mut inputs = inputs_like(&short, rng);
+    let mut inputs = KdaOp::draw(&plain(&short), rng);
     let mut k = ArrayD::zeros(inputs.at("k").raw_dim()).into_dimensionality::<Ix4>().expect("four axes");
     for t in 0..time {
         k.slice_mut(s![.., t, .., t]).fill(1.0);
@@ -374,15 +440,142 @@ fn orthonormal_keys(runner: &dyn Runner<KdaOp>, case: &Case<Config>, rng: &mut C
     let v = inputs.at("v").view().into_dimensionality::<Ix4>().expect("four axes");
     let mut want = v.to_owned();
     for b in 0..case.dim("B") {
-        for h in 0..case.dim("H") {
+        for h in 0..case.dim("HV") {
             for t in 0..time {
                 let mut sum = Array1::<f64>::zeros(case.dim("V"));
                 for s in 0..=t {
-                    sum += &(q[[b, t, h, s]] * &v.slice(s![b, s, h, ..]));
+                    sum += &(q[[b, t, h / group(case), s]] * &v.slice(s![b, s, h, ..]));
                 }
                 want.slice_mut(s![b, t, h, ..]).assign(&(scale(case) * &sum));
             }
         }
     }
     against("o", got.outputs.at("o"), want.into_dyn())
+}
+
+/// g = 0: the delta rule as its authors write it, on the transposed state, with o = S q. And g = -0.0 has the same bits.
+fn delta_rule(runner: &dyn Runner<KdaOp>, case: &Case<Config>, rng: &mut ChaCha8Rng) -> Check {
+    let mut inputs = KdaOp::draw(&plain(case), rng);
+    inputs.get_mut("g").expect("g is drawn").fill(0.0);
+    let upstream = Values::new().with("o", draw::normal(rng, &case.shape(&KdaOp::spec("o"))));
+    let got = run(runner, &case.config, &inputs, Some(&upstream))?;
+    let q = inputs.at("q").view().into_dimensionality::<Ix4>().expect("four axes");
+    let k = inputs.at("k").view().into_dimensionality::<Ix4>().expect("four axes");
+    let v = inputs.at("v").view().into_dimensionality::<Ix4>().expect("four axes");
+    let mut want = v.to_owned();
+    for b in 0..case.dim("B") {
+        for h in 0..case.dim("HV") {
+            let mut state = Array2::<f64>::zeros((case.dim("V"), case.dim("K")));
+            for t in 0..case.dim("T") {
+                let beta = inputs.at("beta")[[b, t, h]];
+                let key = k.slice(s![b, t, h / group(case), ..]);
+                let missing = &v.slice(s![b, t, h, ..]) - &state.dot(&key);
+                state += &(beta * missing.insert_axis(Axis(1)) * key.insert_axis(Axis(0)));
+                let read = state.dot(&q.slice(s![b, t, h / group(case), ..]));
+                want.slice_mut(s![b, t, h, ..]).assign(&(scale(case) * read));
+            }
+        }
+    }
+    let error = against("o", got.outputs.at("o"), want.into_dyn())?;
+    inputs.get_mut("g").expect("g is drawn").fill(-0.0);
+    equal_bits(&run(runner, &case.config, &inputs, Some(&upstream))?, &got)?;
+    Ok(error)
+}
+
+/// b = w = beta in every channel is KDA, bit for bit but for dbeta, which is the sum of the gates' gradients; and so is
+/// one gate of beta beside beta itself.
+fn equal_gates(runner: &dyn Runner<KdaOp>, case: &Case<Config>, rng: &mut ChaCha8Rng) -> Check {
+    let (mut inputs, upstream, _) = full_run(runner, case, rng)?;
+    inputs.remove("b");
+    inputs.remove("w");
+    let kda = run(runner, &case.config, &inputs, Some(&upstream))?;
+    let gate = |like: &str| {
+        let beta = inputs.at("beta").view().insert_axis(Axis(3));
+        beta.broadcast(inputs.at(like).shape()).expect("one number for all channels").to_owned()
+    };
+    let (b, w) = (gate("g"), gate("v"));
+    let mut worst_error = 0.0f64;
+    for gates in [vec![("b", b.clone()), ("w", w.clone())], vec![("b", b)], vec![("w", w)]] {
+        let mut gated = inputs.clone();
+        gated.extend(gates.iter().cloned());
+        let mut got = run(runner, &case.config, &gated, Some(&upstream))?;
+        let mut dbeta = got.grads.remove("beta").ok_or("`dbeta` is absent")?;
+        let mut size = dbeta.mapv(f64::abs);
+        if gates.len() == 2 && dbeta.iter().any(|x| *x != 0.0) {
+            return Err("dbeta is not zero where both gates are present".to_owned());
+        }
+        for (name, _) in &gates {
+            let of_gate = got.grads.remove(name).ok_or_else(|| format!("`d{name}` is absent"))?;
+            dbeta += &of_gate.sum_axis(Axis(3));
+            size += &of_gate.mapv(f64::abs).sum_axis(Axis(3));
+        }
+        let mut want = kda.clone();
+        let want_dbeta = want.grads.remove("beta").ok_or("`dbeta` is absent")?;
+        equal_bits(&got, &want)?;
+        let tol = IDENTITY * amplification(case);
+        worst_error = worst_error.max(worst("sum db + sum dw = dbeta", &dbeta, &want_dbeta, &size, tol)?);
+    }
+    Ok(worst_error)
+}
+
+/// Grouped value heads are the same call with every key head repeated, bit for bit; dq and dk are the sums over them,
+/// first to last.
+fn repeated_heads(runner: &dyn Runner<KdaOp>, case: &Case<Config>, rng: &mut ChaCha8Rng) -> Check {
+    let group = group(case);
+    if group == 1 {
+        return Ok(0.0);
+    }
+    let (inputs, upstream, grouped) = full_run(runner, case, rng)?;
+    let repeated = inputs.map(|name, x| match name {
+        "q" | "k" => {
+            let heads: Vec<usize> = (0..case.dim("HV")).map(|h| h / group).collect();
+            x.select(Axis(2), &heads)
+        }
+        _ => x.clone(),
+    });
+    let mut want = run(runner, &case.config, &repeated, Some(&upstream))?;
+    for name in ["q", "k"] {
+        let sums = by_key_head(want.grads.at(name), group);
+        want.grads.set(name, sums);
+    }
+    equal_bits(&grouped, &want)?;
+    Ok(0.0)
+}
+
+/// Every sequence of a packed row has the bits of a call of its own. And a batch of equal sequences has the same bits
+/// packed.
+fn one_by_one(runner: &dyn Runner<KdaOp>, case: &Case<Config>, rng: &mut ChaCha8Rng) -> Check {
+    let (inputs, upstream, whole) = full_run(runner, case, rng)?;
+    if case.has("cu_seqlens") {
+        for (n, (_, tokens)) in sequences(&inputs).into_iter().enumerate() {
+            let alone = |values: &Values| -> Values {
+                let of_sequence = values.map(|name, x| {
+                    let (axis, part) = match KdaOp::spec(name).axis("T") {
+                        Some(axis) => (axis, Slice::from(tokens.clone())),
+                        None => (0, Slice::from(n..n + 1)),
+                    };
+                    x.slice_axis(Axis(axis), part).to_owned()
+                });
+                of_sequence.iter().filter(|(name, _)| *name != "cu_seqlens").map(|(n, x)| (n, x.clone())).collect()
+            };
+            let got = run(runner, &case.config, &alone(&inputs), Some(&alone(&upstream)))?;
+            let want = Run { outputs: alone(&whole.outputs), grads: alone(&whole.grads) };
+            equal_bits(&got, &want).map_err(|e| format!("sequence {n} of tokens {tokens:?}: {e}"))?;
+        }
+        return Ok(0.0);
+    }
+    let (batch, time) = (case.dim("B"), case.dim("T"));
+    let pack = |values: &Values| {
+        values.map(|name, x| {
+            if KdaOp::spec(name).axis("T").is_none() {
+                return x.clone();
+            }
+            let shape = [&[1, batch * time], &x.shape()[2..]].concat();
+            x.to_shape(shape).expect("as many elements").to_owned()
+        })
+    };
+    let cuts = ArrayD::from_shape_fn(vec![batch + 1], |n| (n[0] * time) as f64);
+    let packed = run(runner, &case.config, &pack(&inputs).with("cu_seqlens", cuts), Some(&pack(&upstream)))?;
+    equal_bits(&packed, &Run { outputs: pack(&whole.outputs), grads: pack(&whole.grads) })?;
+    Ok(0.0)
 }

@@ -4,9 +4,11 @@
 //! writing of itself and its chunked form to another algorithm altogether. [`laws`] are the identities and closed forms
 //! that hold whatever the implementation.
 
+use std::ops::Range;
+
 use dormouse_reference::kda::{self, Config, Form, Inputs, Kda, Memory, Outputs};
 use dormouse_reference::{Precision, Result};
-use ndarray::{Array4, ArrayD, Ix3, Ix4};
+use ndarray::{Array4, ArrayD, Ix3, Ix4, s};
 use proptest::prelude::*;
 use rand_chacha::ChaCha8Rng;
 
@@ -32,7 +34,20 @@ const RECURRENT: Form = Form::Recurrent;
 type Lengths = (usize, usize, usize, usize, usize);
 
 fn case(
+    lengths: Lengths,
+    form: Form,
+    memory: (usize, Memory),
+    family: &'static str,
+    present: &[&'static str],
+) -> Case<Config> {
+    let (batch, _, heads, ..) = lengths;
+    option_case(lengths, (heads, batch), form, memory, family, present)
+}
+
+/// A case with options: as many value heads, and if `cu_seqlens` is present as many sequences.
+fn option_case(
     (b, t, h, k, v): Lengths,
+    (value_heads, sequences): (usize, usize),
     form: Form,
     (checkpoint_every, memory): (usize, Memory),
     family: &'static str,
@@ -44,10 +59,22 @@ fn case(
     };
     let memory_name = if memory == Memory::Save { "save" } else { "recompute" };
     let states: String = present.iter().map(|name| format!("-{name}")).collect();
+    let value_heads_name = if value_heads == h { String::new() } else { format!("-hv{value_heads}") };
+    let sequences_name = if sequences == b { String::new() } else { format!("-n{sequences}") };
+    let options = format!("{value_heads_name}{sequences_name}");
     Case {
-        name: format!("b{b}-t{t}-h{h}-k{k}-v{v}-{form_name}-{memory_name}{checkpoint_every}-{family}{states}"),
+        name: format!("b{b}-t{t}-h{h}{options}-k{k}-v{v}-{form_name}-{memory_name}{checkpoint_every}-{family}{states}"),
         config: Config { scale: None, form, checkpoint_every, memory, precision: Precision::Full },
-        dims: vec![("B", b), ("T", t), ("H", h), ("K", k), ("V", v)],
+        dims: vec![
+            ("B", b),
+            ("T", t),
+            ("H", h),
+            ("HV", value_heads),
+            ("K", k),
+            ("V", v),
+            ("N", sequences),
+            ("N + 1", sequences + 1),
+        ],
         family,
         present: present.to_vec(),
     }
@@ -73,13 +100,33 @@ impl Operation for KdaOp {
         vec![
             TensorSpec::input("q", &["B", "T", "H", "K"]),
             TensorSpec::input("k", &["B", "T", "H", "K"]),
-            TensorSpec::input("v", &["B", "T", "H", "V"]),
-            TensorSpec::input("g", &["B", "T", "H", "K"]),
-            TensorSpec::input("beta", &["B", "T", "H"]),
-            TensorSpec::input("initial_state", &["B", "H", "K", "V"]),
-            TensorSpec::output("o", &["B", "T", "H", "V"]),
-            TensorSpec::output("final_state", &["B", "H", "K", "V"]),
+            TensorSpec::input("v", &["B", "T", "HV", "V"]),
+            TensorSpec::input("g", &["B", "T", "HV", "K"]),
+            TensorSpec::input("beta", &["B", "T", "HV"]),
+            TensorSpec::input("b", &["B", "T", "HV", "K"]),
+            TensorSpec::input("w", &["B", "T", "HV", "V"]),
+            TensorSpec::data("cu_seqlens", &["N + 1"]),
+            TensorSpec::input("initial_state", &["N", "HV", "K", "V"]),
+            TensorSpec::output("o", &["B", "T", "HV", "V"]),
+            TensorSpec::output("final_state", &["N", "HV", "K", "V"]),
         ]
+    }
+
+    fn integers() -> &'static [&'static str] {
+        &["cu_seqlens"]
+    }
+
+    // Without `cu_seqlens` every batch entry is one sequence.
+    fn owned_axis(axis: &str) -> Option<&'static str> {
+        match axis {
+            "H" => Some("HV"),
+            "B" => Some("N"),
+            _ => None,
+        }
+    }
+
+    fn on_devices(case: &Case<Config>) -> bool {
+        case.dim("H") == case.dim("HV") && !["b", "w", "cu_seqlens"].iter().any(|name| case.has(name))
     }
 
     fn cases() -> Vec<Case<Config>> {
@@ -125,6 +172,8 @@ impl Operation for KdaOp {
                 cases.push(case((batch, time, heads, 5, 3), Form::Chunked { chunk }, (64, memory), "spread", present));
             }
         }
+        // Behind the first few, so that a fault in an option is met early.
+        cases.splice(4..4, option_cases());
         cases
     }
 
@@ -135,19 +184,19 @@ impl Operation for KdaOp {
             Just(Form::Chunked { chunk: 16 }),
         ];
         let memory = (1..24usize, prop_oneof![Just(Memory::Save), Just(Memory::Recompute)]);
-        let present = (any::<bool>(), any::<bool>());
+        let present = proptest::collection::vec(any::<bool>(), 5);
         // Not K = 1: there a unit key with beta = 1 erases the whole state, and gradients whose true value is zero are
         // all rounding. Not one or two tokens of one chain either; the table has those with many chains.
-        ((1..3usize, 3..40usize, 2..4usize, 2..9usize, 1..9usize), form, memory, 0..FAMILIES.len(), present)
-            .prop_map(|(lengths, form, memory, family, (initial, last))| {
-                let mut present = Vec::new();
-                if initial {
-                    present.push("initial_state");
-                }
-                if last {
-                    present.push("final_state");
-                }
-                case(lengths, form, memory, FAMILIES[family], &present)
+        let lengths = (1..3usize, 3..40usize, 2..4usize, 2..9usize, 1..9usize);
+        (lengths, 1..4usize, 1..6usize, form, memory, 0..FAMILIES.len(), present)
+            .prop_map(|((b, t, h, k, v), group, sequences, form, memory, family, present)| {
+                let names = ["initial_state", "final_state", "b", "w", "cu_seqlens"];
+                let present: Vec<&str> =
+                    names.into_iter().zip(present).filter(|(_, here)| *here).map(|(name, _)| name).collect();
+                // One case in two has one value head for each key head.
+                let group = if t % 2 == 0 { 1 } else { group };
+                let (b, sequences) = if present.contains(&"cu_seqlens") { (1, sequences) } else { (b, b) };
+                option_case((b, t, h, k, v), (group * h, sequences), form, memory, FAMILIES[family], &present)
             })
             .boxed()
     }
@@ -180,6 +229,39 @@ impl Operation for KdaOp {
     fn optional_upstream() -> &'static [&'static str] {
         &["final_state"]
     }
+}
+
+/// Every option by itself and all together, in both forms.
+fn option_cases() -> Vec<Case<Config>> {
+    let states = ["initial_state", "final_state"];
+    let all = ["initial_state", "final_state", "b", "w", "cu_seqlens"];
+    let often = (4, Memory::Save);
+    let mut cases = Vec::new();
+    for form in [RECURRENT, Form::Chunked { chunk: 4 }, Form::Chunked { chunk: 16 }] {
+        cases.extend([
+            option_case((2, 13, 2, 5, 3), (4, 2), form, often, "spread", &states),
+            option_case((1, 9, 1, 4, 6), (3, 1), form, (3, Memory::Recompute), "init", &[]),
+            case((2, 13, 2, 5, 3), form, often, "spread", &["b", "w", "initial_state", "final_state"]),
+            case((1, 19, 2, 6, 18), form, (8, Memory::Recompute), "init", &["b", "final_state"]),
+            case((1, 10, 2, 6, 4), form, often, "init", &["w", "initial_state"]),
+            case((2, 3, 2, 1, 1), form, often, "init", &["b", "w"]),
+            option_case(
+                (1, 21, 2, 5, 3),
+                (2, 4),
+                form,
+                often,
+                "spread",
+                &["cu_seqlens", "initial_state", "final_state"],
+            ),
+            option_case((1, 12, 1, 4, 4), (1, 7), form, (5, Memory::Recompute), "init", &["cu_seqlens"]),
+            option_case((1, 0, 2, 3, 2), (2, 3), form, often, "init", &["cu_seqlens", "initial_state", "final_state"]),
+            option_case((1, 23, 2, 5, 3), (6, 5), form, often, "init", &all),
+        ]);
+        for family in FAMILIES {
+            cases.push(option_case((1, 11, 1, 6, 4), (2, 3), form, often, family, &all));
+        }
+    }
+    cases
 }
 
 /// Between beta |k|^2 = 1 and 2 with correlated keys the triangular system amplifies rounding about twentyfold.
@@ -238,126 +320,210 @@ fn mutants() -> Vec<Mutant> {
         ("initial-gradient-without-its-decay", Gate::Fd),
         ("final-state-gradient-ignored", Gate::Adj),
         ("upstream-of-the-next-head", Gate::Fd),
+        ("erase-of-the-first-channel", Gate::Form),
+        ("write-of-the-first-channel", Gate::Fd),
+        ("gates-off-by-an-ulp", Gate::Meta),
+        ("db-from-query", Gate::Meta),
+        ("dw-from-what-is-written", Gate::Fd),
+        ("dbeta-counts-gates", Gate::Adj),
+        ("key-heads-in-turn", Gate::Meta),
+        ("dq-of-the-last-value-head", Gate::Adj),
+        ("dk-averaged-over-the-group", Gate::Fd),
+        ("state-crosses-sequences", Gate::Meta),
+        ("gradient-crosses-sequences", Gate::Fd),
+        ("empty-sequence-loses-its-state", Gate::Meta),
+        ("empty-sequence-loses-its-gradient", Gate::Adj),
+        ("packed-off-by-an-ulp", Gate::Meta),
     ]
     .map(|(twist, caught_by)| Mutant { twist, caught_by })
     .to_vec()
 }
 
-/// The rows of one chain of a `[B, T, H, width]` tensor.
-pub(crate) fn rows_of_chain(tensor: &ArrayD<f64>, b: usize, h: usize) -> Vec<Vec<f64>> {
+/// One sequence: its batch entry, and its tokens there.
+pub(crate) type Sequence = (usize, Range<usize>);
+
+/// The sequences of the inputs.
+pub(crate) fn sequences(inputs: &Values) -> Vec<Sequence> {
+    let shape = inputs.at("k").shape();
+    match inputs.get("cu_seqlens") {
+        None => (0..shape[0]).map(|b| (b, 0..shape[1])).collect(),
+        Some(cuts) => {
+            let cuts: Vec<usize> = cuts.iter().map(|&x| x as usize).collect();
+            cuts.windows(2).map(|pair| (0, pair[0]..pair[1])).collect()
+        }
+    }
+}
+
+/// The rows of one head of a `[B, T, H, width]` tensor in a sequence.
+pub(crate) fn rows_of_head(tensor: &ArrayD<f64>, (b, tokens): &Sequence, h: usize) -> Vec<Vec<f64>> {
     let tensor = tensor.view().into_dimensionality::<Ix4>().expect("a token tensor has four axes");
-    (0..tensor.shape()[1]).map(|t| tensor.slice(ndarray::s![b, t, h, ..]).to_vec()).collect()
+    tokens.clone().map(|t| tensor.slice(s![*b, t, h, ..]).to_vec()).collect()
 }
 
-/// The matrix of one chain of a `[B, H, K, V]` tensor.
-pub(crate) fn state_of_chain(tensor: &ArrayD<f64>, b: usize, h: usize) -> naive::State<f64> {
+/// The matrix of one chain of a `[N, HV, K, V]` tensor.
+pub(crate) fn state_of_chain(tensor: &ArrayD<f64>, n: usize, h: usize) -> naive::State<f64> {
     let tensor = tensor.view().into_dimensionality::<Ix4>().expect("a state tensor has four axes");
-    (0..tensor.shape()[2]).map(|c| tensor.slice(ndarray::s![b, h, c, ..]).to_vec()).collect()
+    (0..tensor.shape()[2]).map(|c| tensor.slice(s![n, h, c, ..]).to_vec()).collect()
 }
 
-/// The inputs of one chain.
-pub(crate) fn tokens_of_chain(config: &Config, inputs: &Values, b: usize, h: usize) -> naive::Tokens<f64> {
-    let key = inputs.at("k").shape()[3];
+/// The inputs of value head `h` over a sequence, whose key head is `key_head`.
+pub(crate) fn tokens_of_chain(
+    config: &Config,
+    inputs: &Values,
+    sequence: &Sequence,
+    (key_head, h): (usize, usize),
+) -> naive::Tokens<f64> {
+    let (key, value) = (inputs.at("k").shape()[3], inputs.at("v").shape()[3]);
     let beta = inputs.at("beta").view().into_dimensionality::<Ix3>().expect("beta has three axes");
+    let strength = |gate: &str, width: usize| match inputs.get(gate) {
+        Some(gate) => rows_of_head(gate, sequence, h),
+        None => sequence.1.clone().map(|t| vec![beta[[sequence.0, t, h]]; width]).collect(),
+    };
     naive::Tokens {
-        q: rows_of_chain(inputs.at("q"), b, h),
-        k: rows_of_chain(inputs.at("k"), b, h),
-        v: rows_of_chain(inputs.at("v"), b, h),
-        g: rows_of_chain(inputs.at("g"), b, h),
-        beta: beta.slice(ndarray::s![b, .., h]).to_vec(),
+        q: rows_of_head(inputs.at("q"), sequence, key_head),
+        k: rows_of_head(inputs.at("k"), sequence, key_head),
+        v: rows_of_head(inputs.at("v"), sequence, h),
+        g: rows_of_head(inputs.at("g"), sequence, h),
+        erase: strength("b", key),
+        write: strength("w", value),
+        gates: (inputs.get("b").is_some(), inputs.get("w").is_some()),
         scale: config.scale.unwrap_or(1.0 / (key as f64).sqrt()),
         key,
-        value: inputs.at("v").shape()[3],
+        value,
     }
 }
 
 fn plain_run(config: &Config, inputs: &Values, upstream: Option<&Values>, twist: Option<&str>) -> Run<ArrayD<f64>> {
     let is = |name: &str| twist == Some(name);
-    let &[batch, time, heads, key] = inputs.at("k").shape() else { panic!("k has four axes") };
-    let value = inputs.at("v").shape()[3];
+    let &[batch, time, key_heads, key] = inputs.at("k").shape() else { panic!("k has four axes") };
+    let &[_, _, heads, value] = inputs.at("v").shape() else { panic!("v has four axes") };
+    let group = heads / key_heads;
+    let key_head = |h: usize| if is("key-heads-in-turn") { h % key_heads } else { h / group };
+    let sequences = sequences(inputs);
+    let packed = inputs.get("cu_seqlens").is_some();
     let initial = inputs.get("initial_state").filter(|_| !is("initial-state-ignored"));
     let mut o = Array4::zeros((batch, time, heads, value));
-    let mut last = Array4::zeros((batch, heads, key, value));
-    let mut dq = Array4::zeros((batch, time, heads, key));
-    let (mut dk, mut dg) = (dq.clone(), dq.clone());
-    let mut dv = o.clone();
-    let mut dbeta = ndarray::Array3::zeros((batch, time, heads));
-    let mut dinitial = last.clone();
-    let mut left_over = None;
-    for b in 0..batch {
+    let mut last = Array4::zeros((sequences.len(), heads, key, value));
+    let mut chains: Vec<(naive::Tokens<f64>, naive::Forward<f64>)> = Vec::new();
+    for (n, sequence) in sequences.iter().enumerate() {
         for h in 0..heads {
-            let mut tokens = tokens_of_chain(config, inputs, b, h);
+            let mut tokens = tokens_of_chain(config, inputs, sequence, (key_head(h), h));
             if is("scale-from-value-width") {
                 tokens.scale = 1.0 / (value as f64).sqrt();
             }
             if is("beta-of-the-next-head") {
-                tokens.beta = tokens_of_chain(config, inputs, b, (h + 1) % heads).beta;
+                let next = tokens_of_chain(config, inputs, sequence, (key_head(h), (h + 1) % heads));
+                (tokens.erase, tokens.write) = (next.erase, next.write);
             }
-            let mut s = initial.map_or_else(|| naive::zeros(key, value), |s| state_of_chain(s, b, h));
+            let mut s = initial.map_or_else(|| naive::zeros(key, value), |s| state_of_chain(s, n, h));
             if is("initial-state-transposed") && key == value {
                 s = (0..key).map(|c| (0..value).map(|j| s[j][c]).collect()).collect();
             }
-            if is("state-left-by-the-chain-before")
-                && let Some(left_over) = left_over.take()
-            {
-                s = left_over;
+            let end_of = |back: usize| chains[chains.len() - back].1.states.last().cloned();
+            if is("state-left-by-the-chain-before") && !chains.is_empty() {
+                s = end_of(1).expect("there is always the first state");
+            }
+            if is("state-crosses-sequences") && packed && n > 0 {
+                s = end_of(heads).expect("there is always the first state");
             }
             let forward = tokens.forward(s, twist);
+            let length = sequence.1.len();
             let end = match twist {
-                Some("final-state-one-token-early") => time.saturating_sub(1),
+                Some("final-state-one-token-early") => length.saturating_sub(1),
                 Some("final-state-stale") => 0,
-                _ => time,
+                _ => length,
             };
-            for t in 0..time {
+            let lost = is("empty-sequence-loses-its-state") && length == 0;
+            for (t, row) in sequence.1.clone().zip(&forward.o) {
                 for j in 0..value {
-                    o[[b, t, h, j]] = forward.o[t][j];
+                    o[[sequence.0, t, h, j]] = row[j];
                 }
             }
-            for c in 0..key {
+            for c in (0..key).filter(|_| !lost) {
                 for j in 0..value {
-                    last[[b, h, c, j]] = forward.states[end][c][j];
+                    last[[n, h, c, j]] = forward.states[end][c][j];
                 }
             }
-            if let Some(upstream) = upstream {
-                let head = if is("upstream-of-the-next-head") { (h + 1) % heads } else { h };
-                let d_o = rows_of_chain(upstream.at("o"), b, head);
-                let dfinal = upstream.get("final_state").filter(|_| !is("final-state-gradient-ignored"));
-                let dfinal = dfinal.map_or_else(|| naive::zeros(key, value), |s| state_of_chain(s, b, h));
-                let back = tokens.backward(&forward, &d_o, dfinal, initial.is_none(), twist);
-                for t in 0..time {
-                    for c in 0..key {
-                        dq[[b, t, h, c]] = back.dq[t][c];
-                        dk[[b, t, h, c]] = back.dk[t][c];
-                        dg[[b, t, h, c]] = back.dg[t][c];
-                    }
-                    for j in 0..value {
-                        dv[[b, t, h, j]] = back.dv[t][j];
-                    }
-                    dbeta[[b, t, h]] = back.dbeta[t];
-                }
-                for c in 0..key {
-                    for j in 0..value {
-                        dinitial[[b, h, c, j]] = back.dstates[0][c][j];
-                    }
-                }
-            }
-            left_over = forward.states.last().cloned();
+            chains.push((tokens, forward));
         }
     }
+    if is("packed-off-by-an-ulp") && packed {
+        o.mapv_inplace(|x| x * (1.0 + f64::EPSILON));
+    }
+    let grads = upstream.map(|upstream| plain_grads(inputs, &chains, &sequences, upstream, twist));
     let outputs = Values::new().with("o", o.into_dyn()).with("final_state", last.into_dyn());
-    let mut grads = Values::new();
-    if upstream.is_some() {
-        grads = grads
-            .with("q", dq.into_dyn())
-            .with("k", dk.into_dyn())
-            .with("v", dv.into_dyn())
-            .with("g", dg.into_dyn())
-            .with("beta", dbeta.into_dyn());
-        if inputs.get("initial_state").is_some() {
-            grads.set("initial_state", dinitial.into_dyn());
+    Run { outputs, grads: grads.unwrap_or_default() }
+}
+
+fn plain_grads(
+    inputs: &Values,
+    chains: &[(naive::Tokens<f64>, naive::Forward<f64>)],
+    sequences: &[Sequence],
+    upstream: &Values,
+    twist: Option<&str>,
+) -> Values {
+    let is = |name: &str| twist == Some(name);
+    let starts_empty = inputs.get("initial_state").is_none() || is("initial-state-ignored");
+    let key_heads = inputs.at("k").shape()[2];
+    let heads = inputs.at("v").shape()[2];
+    let group = heads / key_heads;
+    let mut grads: Values = inputs.iter().filter(|(name, _)| *name != "cu_seqlens").map(zeros_like).collect();
+    let mut later: Vec<Option<naive::State<f64>>> = vec![None; heads];
+    for (n, sequence) in sequences.iter().enumerate().rev() {
+        for h in 0..heads {
+            let (tokens, forward) = &chains[n * heads + h];
+            let head = if is("upstream-of-the-next-head") { (h + 1) % heads } else { h };
+            let d_o = rows_of_head(upstream.at("o"), sequence, head);
+            let dfinal = upstream.get("final_state").filter(|_| !is("final-state-gradient-ignored"));
+            let mut dfinal = dfinal.map_or_else(|| naive::zeros(tokens.key, tokens.value), |s| state_of_chain(s, n, h));
+            if is("gradient-crosses-sequences")
+                && inputs.get("cu_seqlens").is_some()
+                && let Some(later) = later[h].take()
+            {
+                dfinal = later;
+            }
+            let back = tokens.backward(forward, &d_o, dfinal, starts_empty, twist);
+            let key_head = if is("key-heads-in-turn") { h % key_heads } else { h / group };
+            let adds = h % group > 0 && !is("dq-of-the-last-value-head");
+            put(&mut grads, "q", sequence, key_head, &back.dq, adds);
+            let share = if is("dk-averaged-over-the-group") { 1.0 / group as f64 } else { 1.0 };
+            let dk: Vec<Vec<f64>> = back.dk.iter().map(|row| row.iter().map(|x| x * share).collect()).collect();
+            put(&mut grads, "k", sequence, key_head, &dk, h % group > 0);
+            put(&mut grads, "v", sequence, h, &back.dv, false);
+            put(&mut grads, "g", sequence, h, &back.dg, false);
+            put(&mut grads, "b", sequence, h, &back.db, false);
+            put(&mut grads, "w", sequence, h, &back.dw, false);
+            let dbeta = grads.get_mut("beta").expect("beta is an input");
+            for (t, value) in sequence.1.clone().zip(&back.dbeta) {
+                dbeta[[sequence.0, t, h]] = *value;
+            }
+            let lost = is("empty-sequence-loses-its-gradient") && sequence.1.is_empty();
+            if let Some(dinitial) = grads.get_mut("initial_state").filter(|_| !lost) {
+                for (c, row) in back.dstates[0].iter().enumerate() {
+                    for (j, value) in row.iter().enumerate() {
+                        dinitial[[n, h, c, j]] = *value;
+                    }
+                }
+            }
+            later[h] = back.dstates.first().cloned();
         }
     }
-    Run { outputs, grads }
+    grads
+}
+
+fn zeros_like((name, x): (&'static str, &ArrayD<f64>)) -> (&'static str, ArrayD<f64>) {
+    (name, ArrayD::zeros(x.raw_dim()))
+}
+
+/// Writes the rows of one head in a sequence, or adds to what a value head before has written.
+fn put(grads: &mut Values, name: &str, (b, tokens): &Sequence, h: usize, rows: &[Vec<f64>], adds: bool) {
+    let Some(into) = grads.get_mut(name) else { return };
+    for (t, row) in tokens.clone().zip(rows) {
+        for (c, value) in row.iter().enumerate() {
+            let at = &mut into[[*b, t, h, c]];
+            *at = if adds { *at + value } else { *value };
+        }
+    }
 }
 
 impl<B: Kda> OperationOn<B> for KdaOp {

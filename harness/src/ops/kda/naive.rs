@@ -18,8 +18,13 @@ pub struct Tokens<F> {
     pub v: Vec<Vec<F>>,
     /// Logarithms of the decays.
     pub g: Vec<Vec<F>>,
-    /// Correction strengths.
-    pub beta: Vec<F>,
+    /// Erase strengths b, K numbers a token.
+    pub erase: Vec<Vec<F>>,
+    /// Write strengths w, V numbers a token.
+    pub write: Vec<Vec<F>>,
+    /// Whether b and w are gates of their own. Where they are not, they are beta in every channel, whose gradient is
+    /// then theirs.
+    pub gates: (bool, bool),
     /// What multiplies the query.
     pub scale: F,
     /// K.
@@ -46,8 +51,12 @@ pub struct Backward<F> {
     pub dq: Vec<Vec<F>>,
     /// Of the keys.
     pub dk: Vec<Vec<F>>,
-    /// Of the erase vectors r = beta k: the part of dk and dbeta that came through the correction.
+    /// Of the erase vectors r = b * k: the part of dk and db that came through the correction.
     pub dr: Vec<Vec<F>>,
+    /// Of the erase strengths.
+    pub db: Vec<Vec<F>>,
+    /// Of the write strengths.
+    pub dw: Vec<Vec<F>>,
     /// Of the values.
     pub dv: Vec<Vec<F>>,
     /// Of g.
@@ -93,6 +102,15 @@ fn scaled<F: Float>(x: &[F], a: F) -> Vec<F> {
     x.iter().map(|&x| a * x).collect()
 }
 
+/// x * y, elementwise.
+fn times_each<F: Float>(x: &[F], y: &[F]) -> Vec<F> {
+    x.iter().zip(y).map(|(&x, &y)| x * y).collect()
+}
+
+fn sum<F: Float>(x: &[F]) -> F {
+    x.iter().fold(F::zero(), |sum, &x| sum + x)
+}
+
 fn dot<F: Float>(x: &[F], y: &[F]) -> F {
     x.iter().zip(y).fold(F::zero(), |sum, (&x, &y)| sum + x * y)
 }
@@ -108,6 +126,22 @@ impl<F: Float> Tokens<F> {
         }
     }
 
+    fn erase(&self, t: usize, twist: Option<&str>) -> Vec<F> {
+        match twist {
+            Some("erase-of-the-first-channel") => vec![self.erase[t][0]; self.key],
+            _ => self.erase[t].clone(),
+        }
+    }
+
+    fn write(&self, t: usize, twist: Option<&str>) -> Vec<F> {
+        let beyond_one = F::one() + F::epsilon();
+        match twist {
+            Some("write-of-the-first-channel") => vec![self.write[t][0]; self.value],
+            Some("gates-off-by-an-ulp") if self.gates != (false, false) => scaled(&self.write[t], beyond_one),
+            _ => self.write[t].clone(),
+        }
+    }
+
     /// Runs the chain from `initial`.
     pub fn forward(&self, initial: State<F>, twist: Option<&str>) -> Forward<F> {
         let is = |name: &str| twist == Some(name);
@@ -117,18 +151,18 @@ impl<F: Float> Tokens<F> {
             let before = &run.states[t];
             let decay = self.decay(t, twist);
             let faded = if is("decay-after-write") { before.clone() } else { scale_rows(before, &decay) };
+            let erase = self.erase(t, twist);
+            let r = times_each(&erase, &self.k[t]);
             let recalled = match twist {
                 Some("error-without-recall") => vec![F::zero(); value],
-                Some("recall-from-state-before-decay") => transposed_times(before, &self.k[t], value),
-                Some("recall-by-query") => transposed_times(&faded, &self.q[t], value),
-                _ => transposed_times(&faded, &self.k[t], value),
+                Some("recall-from-state-before-decay") => transposed_times(before, &r, value),
+                Some("recall-by-query") => transposed_times(&faded, &times_each(&erase, &self.q[t]), value),
+                _ => transposed_times(&faded, &r, value),
             };
             let sign = if is("recall-sign") { -F::one() } else { F::one() };
-            let mut u: Vec<F> =
-                self.v[t].iter().zip(&recalled).map(|(&v, &recalled)| self.beta[t] * (v - sign * recalled)).collect();
-            if is("beta-on-recall-only") {
-                u = self.v[t].iter().zip(&recalled).map(|(&v, &recalled)| v - self.beta[t] * recalled).collect();
-            }
+            let write = if is("beta-on-recall-only") { vec![F::one(); value] } else { self.write(t, twist) };
+            let y = times_each(&write, &self.v[t]);
+            let u: Vec<F> = y.iter().zip(&recalled).map(|(&y, &recalled)| y - sign * recalled).collect();
             let mut state = plus_outer(&faded, &self.k[t], &u);
             if is("decay-after-write") {
                 state = scale_rows(&state, &decay);
@@ -169,13 +203,15 @@ impl<F: Float> Tokens<F> {
             dq: wide(self.key),
             dk: wide(self.key),
             dr: wide(self.key),
+            db: wide(self.key),
+            dw: wide(self.value),
             dv: wide(self.value),
             dg: wide(self.key),
             dbeta: vec![F::zero(); time],
             dstates: vec![dfinal],
         };
         for t in (0..time).rev() {
-            let (k, beta) = (&self.k[t], self.beta[t]);
+            let (k, erase) = (&self.k[t], &self.erase[t]);
             let faded = &forward.faded[t];
             let decay = self.decay(t, twist);
             let d = back.dstates.last().expect("there is always the state after this token").clone();
@@ -194,21 +230,25 @@ impl<F: Float> Tokens<F> {
                 _ => times(&m, &forward.u[t]),
             };
             let through_erase = match twist {
-                Some("dk-without-erase") => F::zero(),
-                Some("dk-erase-without-beta") => F::one(),
-                _ => beta,
+                Some("dk-without-erase") => vec![F::zero(); self.key],
+                Some("dk-erase-without-beta") => back.dr[t].clone(),
+                _ => times_each(erase, &back.dr[t]),
             };
-            back.dk[t] =
-                through_write.iter().zip(&back.dr[t]).map(|(&write, &dr)| write + through_erase * dr).collect();
-            back.dv[t] = scaled(&z, if is("dv-without-beta") { F::one() } else { beta });
-            let recalled = transposed_times(faded, k, self.value);
+            back.dk[t] = through_write.iter().zip(&through_erase).map(|(&write, &erase)| write + erase).collect();
+            back.dv[t] = if is("dv-without-beta") { z.clone() } else { times_each(&self.write[t], &z) };
+            back.db[t] = times_each(if is("db-from-query") { &self.q[t] } else { k }, &back.dr[t]);
+            back.dw[t] = times_each(if is("dw-from-what-is-written") { &forward.u[t] } else { &self.v[t] }, &z);
+            let (erase_is_gate, write_is_gate) = self.gates;
             let mut dbeta = F::zero();
-            for j in 0..self.value {
-                let recalled = if is("dbeta-without-recall") { F::zero() } else { recalled[j] };
-                dbeta = dbeta + z[j] * (self.v[t][j] - recalled);
+            if (!erase_is_gate || is("dbeta-counts-gates")) && !is("dbeta-without-recall") {
+                dbeta = dbeta + sum(&back.db[t]);
+            }
+            if !write_is_gate || is("dbeta-counts-gates") {
+                dbeta = dbeta + sum(&back.dw[t]);
             }
             back.dbeta[t] = dbeta;
-            let r = scaled(k, if is("carry-erases-without-beta") { -F::one() } else { -beta });
+            let r = if is("carry-erases-without-beta") { k.clone() } else { times_each(erase, k) };
+            let r = scaled(&r, -F::one());
             let dh = if is("carry-without-erase") { m.clone() } else { plus_outer(&m, &r, &z) };
             for c in 0..self.key {
                 back.dg[t][c] = match twist {
@@ -246,8 +286,8 @@ impl<F: Float> Tokens<F> {
         let mut dg = vec![vec![F::zero(); self.key]; end - first];
         for t in (first..end).rev() {
             for c in 0..self.key {
-                let r = self.beta[t] * self.k[t][c];
-                let through_write = back.dk[t][c] - self.beta[t] * back.dr[t][c];
+                let r = self.erase[t][c] * self.k[t][c];
+                let through_write = back.dk[t][c] - self.erase[t][c] * back.dr[t][c];
                 sum[c] = sum[c] + (self.q[t][c] * back.dq[t][c] + r * back.dr[t][c] - self.k[t][c] * through_write);
                 dg[t - first][c] = sum[c];
             }

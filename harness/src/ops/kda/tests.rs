@@ -6,7 +6,7 @@ use ndarray::{ArrayD, Axis, Ix4, IxDyn, Slice, s};
 use rand_chacha::ChaCha8Rng;
 
 use super::families::unit_rows;
-use super::{KdaOp, naive, rows_of_chain, tokens_of_chain};
+use super::{KdaOp, naive, rows_of_head, sequences, tokens_of_chain};
 use crate::compare::{Tolerance, compare, same_bits};
 use crate::description::{Operation, Run};
 use crate::draw;
@@ -39,6 +39,11 @@ fn inputs(rng: &mut ChaCha8Rng, (b, t, h, k, v): Lengths, g: f64) -> Values {
             .with("g", ArrayD::from_elem(IxDyn(&wide), g))
             .with("beta", draw::uniform(rng, &[b, t, h], 0.1, 0.9)),
     )
+}
+
+/// The rows of one chain of a `[B, T, H, width]` tensor.
+fn rows_of_chain(tensor: &ArrayD<f64>, b: usize, h: usize) -> Vec<Vec<f64>> {
+    rows_of_head(tensor, &(b, 0..tensor.shape()[1]), h)
 }
 
 fn rounded(values: Values) -> Values {
@@ -184,7 +189,7 @@ fn b1_straddling_sums_keep_dg_where_the_textbook_loses_it() {
 
 /// The recurrence in f32 with the textbook's dg, in chunks of 64 as the textbook has it.
 fn textbook_dg_in_f32(inputs: &Values, upstream: &Values) -> Vec<Vec<f32>> {
-    let chain = tokens_of_chain(&config(Form::Recurrent), inputs, 0, 0);
+    let chain = tokens_of_chain(&config(Form::Recurrent), inputs, &sequences(inputs)[0], (0, 0));
     let narrow = |rows: &[Vec<f64>]| -> Vec<Vec<f32>> {
         rows.iter().map(|row| row.iter().map(|&x| x as f32).collect()).collect()
     };
@@ -193,7 +198,9 @@ fn textbook_dg_in_f32(inputs: &Values, upstream: &Values) -> Vec<Vec<f32>> {
         k: narrow(&chain.k),
         v: narrow(&chain.v),
         g: narrow(&chain.g),
-        beta: chain.beta.iter().map(|&x| x as f32).collect(),
+        erase: narrow(&chain.erase),
+        write: narrow(&chain.write),
+        gates: chain.gates,
         scale: chain.scale as f32,
         key: chain.key,
         value: chain.value,
@@ -284,6 +291,27 @@ fn d2_one_token_past_the_chunk() {
     assert_equals_recurrence("last token only", &inputs, &upstream);
 }
 
+/// Repeated offsets are empty sequences: their states and the gradients of those pass through, and the others equal the
+/// recurrence.
+#[test]
+fn d3_repeated_offsets_are_empty_sequences() {
+    let lengths = (1, 21, 2, 5, 3);
+    let mut rng = rng("d3");
+    let states = |rng: &mut ChaCha8Rng| draw::normal(rng, &[4, 2, 5, 3]).mapv(|x| f64::from(x as f32));
+    let cuts = ndarray::array![0.0, 0.0, 5.0, 5.0, 21.0].into_dyn();
+    let inputs = inputs(&mut rng, lengths, -0.2).with("cu_seqlens", cuts).with("initial_state", states(&mut rng));
+    let upstream = upstream(&mut rng, lengths).with("final_state", states(&mut rng));
+    assert_equals_recurrence("four sequences", &inputs, &upstream);
+    for form in FORMS {
+        let got = run_f32(form, &inputs, &upstream);
+        for empty in [0, 2] {
+            let of_empty = |x: &ArrayD<f64>| x.index_axis(Axis(0), empty).to_owned();
+            assert_eq!(of_empty(got.outputs.at("final_state")), of_empty(inputs.at("initial_state")));
+            assert_eq!(of_empty(got.grads.at("initial_state")), of_empty(upstream.at("final_state")));
+        }
+    }
+}
+
 /// Widths that are no power of two, no multiple of a vector, or larger than one.
 #[test]
 fn e1_any_width() {
@@ -317,7 +345,7 @@ fn e3_the_states_layout() {
     let error = b.forward(&config(Form::Recurrent), Inputs::from_named(|name| odd.get(name)).unwrap()).err().unwrap();
     assert_eq!(
         error.to_string(),
-        "kda::forward: `initial_state` is [1, 1, 3, 5], expected [B, H, K, V] = [1, 1, 5, 3] (K from `q`, V from `v`)"
+        "kda::forward: `initial_state` is [1, 1, 3, 5], expected [B, HV, K, V] = [1, 1, 5, 3] (K from `q`, V from `v`)"
     );
 
     let start = rounded(Values::new().with("s", draw::normal(&mut rng, &[1, 1, 4, 4])));
