@@ -45,6 +45,7 @@ try:
     from fla.modules.norm.layernorm import rms_norm
     from fla.ops.common import chunk_delta_h
     from fla.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
+    from fla.ops.gdn2 import chunk_gdn2
     from fla.ops.gdn2.naive import naive_chunk_gdn2, naive_recurrent_gdn2
     from fla.ops.kda import chunk_kda, fused_recurrent_kda
     from fla.ops.kda.gate import fused_kda_gate, naive_kda_gate, naive_kda_lowerbound_gate
@@ -222,16 +223,15 @@ def _(rng):
 
         return function
 
-    far = inputs(2, 3, 12, True)
+    far, zero = inputs(2, 3, 12, True), inputs(3, 4, 6, True)
     far["x"] += 3.0
+    with_zero_row(zero["x"])
     names = ["x", "gain", "bias"]
     return double("torch.nn.functional.layer_norm", *TORCH), {
         "plus": differentiate(rng, "b2-t5-d8-eps1e-5-normal-gain-plus", inputs(2, 5, 8, True), names, norm(1e-5, True)),
         "plain": differentiate(rng, "b1-t3-d16-eps1e-5-normal-plus", inputs(1, 3, 16, False), ["x"], norm(1e-5, True)),
         "far_mean": differentiate(rng, "b2-t3-d12-eps1e-5-far-mean-gain-plus", far, names, norm(1e-5, True)),
-        "zero_row": differentiate(
-            rng, "b3-t4-d6-eps1e-3-zero-row-gain", {**inputs(3, 4, 6, True)}, names, norm(1e-3, False)
-        ),
+        "zero_row": differentiate(rng, "b3-t4-d6-eps1e-3-zero-row-gain", zero, names, norm(1e-3, False)),
     }
 
 
@@ -404,11 +404,12 @@ def _(rng):
 KDA_GRADS = ["q", "k", "v", "g", "beta", "initial_state"]
 
 
-def kda_inputs(rng, b, t, h, k, v, gates="spread"):
+def kda_inputs(rng, b, t, h, k, v, gates="spread", value_heads=None):
+    hv = value_heads or h
     keys = unit_rows(rng.standard_normal((b, t, h, k)))
-    g = -5.0 / (1.0 + np.exp(-2.0 * rng.standard_normal((b, t, h, k))))
+    g = -5.0 / (1.0 + np.exp(-2.0 * rng.standard_normal((b, t, hv, k))))
     if gates == "mild":
-        g = -0.5 * rng.uniform(0.02, 1.0, (b, t, h, k))
+        g = -0.5 * rng.uniform(0.02, 1.0, g.shape)
     if gates == "cut":
         g = np.where(rng.uniform(size=g.shape) < 0.2, -np.inf, g)
     if gates == "repeated":
@@ -417,10 +418,10 @@ def kda_inputs(rng, b, t, h, k, v, gates="spread"):
     return {
         "q": unit_rows(rng.standard_normal((b, t, h, k))),
         "k": keys,
-        "v": rng.standard_normal((b, t, h, v)),
+        "v": rng.standard_normal((b, t, hv, v)),
         "g": g,
-        "beta": rng.uniform(0.05, 1.0, (b, t, h)),
-        "initial_state": rng.standard_normal((b, h, k, v)),
+        "beta": rng.uniform(0.05, 1.0, (b, t, hv)),
+        "initial_state": rng.standard_normal((b, hv, k, v)),
     }
 
 
@@ -431,38 +432,33 @@ def _(rng):
     four = "b1-t18-h2-k4-v6-chunk4-recompute8-init-initial_state-final_state"
     sixty_four = "b1-t200-h1-k5-v3-chunk64-save64-init-initial_state-final_state"
 
-    def through(function, **options):
-        def run(x):
-            o, state = function(
-                x["q"],
-                x["k"],
-                x["v"],
-                x["g"],
-                x["beta"],
-                initial_state=x["initial_state"],
-                output_final_state=True,
-                **options,
-            )
+    def through(function, channels=False, **options):
+        """A run of `function`; with `channels` it takes gates by channel, which are beta where there is none."""
+
+        def call(x):
+            gates = [x["beta"]]
+            if channels:
+                beta, sizes = x["beta"].unsqueeze(-1), {"b": x["k"].shape[-1], "w": x["v"].shape[-1]}
+                gates = [x[name] if name in x else beta.expand(*beta.shape[:-1], size) for name, size in sizes.items()]
+            names = [x[name] for name in ["q", "k", "v", "g"]]
+            o, state = function(*names, *gates, initial_state=x["initial_state"], output_final_state=True, **options)
             return {"o": o, "final_state": state}
 
-        return run
+        return call
 
-    def with_gates(function, **options):
-        # With the same number in every channel of both gates, Gated DeltaNet-2 is KDA.
+    def one_by_one(call):
+        """Packed sequences as calls of their own."""
+
         def run(x):
-            b, w = [x["beta"].unsqueeze(-1).expand_as(x[name]) for name in ["k", "v"]]
-            o, state = function(
-                x["q"],
-                x["k"],
-                x["v"],
-                x["g"],
-                b,
-                w,
-                initial_state=x["initial_state"],
-                output_final_state=True,
-                **options,
-            )
-            return {"o": o, "final_state": state}
+            ends = x["cu_seqlens"].long().tolist()
+            parts = []
+            for n, (a, b) in enumerate(zip(ends, ends[1:])):
+                part = {name: x[name][:, a:b] for name in ["q", "k", "v", "g", "beta"]}
+                parts.append(call(part | {"initial_state": x["initial_state"][n : n + 1]}))
+            return {
+                "o": torch.cat([part["o"] for part in parts], 1),
+                "final_state": torch.cat([part["final_state"] for part in parts]),
+            }
 
         return run
 
@@ -473,89 +469,117 @@ def _(rng):
         )
         return {"o": o, "final_state": state}
 
+    def packed(x):
+        o, state = chunk_kda(
+            *[x[name] for name in ["q", "k", "v", "g", "beta"]],
+            initial_state=x["initial_state"],
+            output_final_state=True,
+            cu_seqlens=x["cu_seqlens"].long(),
+        )
+        return {"o": o, "final_state": state}
+
+    def draw(*shape, channels=(), ends=(), **options):
+        inputs = kda_inputs(rng, *shape, **options)
+        for name in channels:
+            inputs[name] = rng.uniform(0.05, 1.0, inputs["g" if name == "b" else "v"].shape)
+        if ends:
+            inputs["cu_seqlens"] = np.array(ends, np.float64)
+            inputs["initial_state"] = rng.standard_normal((len(ends) - 1, *inputs["initial_state"].shape[1:]))
+        return inputs
+
     plain = through(naive_recurrent_kda)
+    gdn2 = through(naive_recurrent_gdn2, channels=True)
     named = lambda source: double(f"{source} in f64", "fla-core", "torch")
+    recurrent_kda = named("fla.ops.kda.naive.naive_recurrent_kda")
     chunk = named("fla.ops.kda.naive.naive_chunk_kda")
-    one_decay = kda_inputs(rng, 1, 11, 2, 6, 4)
+    recurrent_gdn2 = named("fla.ops.gdn2.naive.naive_recurrent_gdn2")
+    chunk_gdn2_plain = named("fla.ops.gdn2.naive.naive_chunk_gdn2")
+    delta_rule = named("fla.ops.gated_delta_rule.naive.naive_recurrent_gated_delta_rule")
+    one_decay = draw(1, 11, 2, 6, 4)
     one_decay["g"] = np.broadcast_to(one_decay["g"][..., :1], one_decay["g"].shape).copy()
     without_g = [name for name in KDA_GRADS if name != "g"]
-    with as_double("float", "float32"):
-        draw = lambda *shape, **options: kda_inputs(rng, *shape, **options)
-        cases = {
-            "recurrent": differentiate(rng, recurrent, draw(2, 13, 2, 5, 3), KDA_GRADS, plain),
-            "recurrent_against_chunks": differentiate(rng, sixteen, draw(1, 19, 1, 4, 7), KDA_GRADS, plain),
-            "cut": differentiate(rng, recurrent, draw(1, 11, 2, 6, 4, gates="cut"), KDA_GRADS, plain),
-            "cut_against_chunks": differentiate(rng, four, draw(1, 11, 2, 6, 4, gates="cut"), KDA_GRADS, plain),
-            "repeated_keys": differentiate(rng, sixteen, draw(1, 20, 1, 6, 4, gates="repeated"), KDA_GRADS, plain),
-            "chunk": differentiate(
-                rng,
-                recurrent,
-                draw(1, 24, 1, 4, 6, gates="mild"),
-                KDA_GRADS,
-                through(naive_chunk_kda, chunk_size=8),
-                origin=chunk,
-            ),
-            "chunk_against_chunks": differentiate(
-                rng,
-                sixty_four,
-                draw(1, 72, 1, 5, 3, gates="mild"),
-                KDA_GRADS,
-                through(naive_chunk_kda, chunk_size=24),
-                origin=chunk,
-            ),
-            "gated_delta_rule": differentiate(
-                rng,
-                four,
-                one_decay,
-                without_g,
-                with_one_decay,
-                origin=named("fla.ops.gated_delta_rule.naive.naive_recurrent_gated_delta_rule"),
-            ),
-            "gdn2": differentiate(
-                rng,
-                recurrent,
-                draw(2, 9, 2, 5, 3),
-                KDA_GRADS,
-                with_gates(naive_recurrent_gdn2),
-                origin=named("fla.ops.gdn2.naive.naive_recurrent_gdn2"),
-            ),
-            "gdn2_chunk": differentiate(
-                rng,
-                sixteen,
-                draw(1, 21, 1, 5, 3, gates="mild"),
-                KDA_GRADS,
-                with_gates(naive_chunk_gdn2, chunk_size=8),
-                origin=named("fla.ops.gdn2.naive.naive_chunk_gdn2"),
-            ),
-        }
-    # These kernels take every decay as the difference of two running sums within a chunk of 64 tokens.
-    sums = "the source computes in f32: running sums of g up to 64 * 2.5 = 160 round by 160 * 6e-8, which is relative after exp"
-    kernels = {
-        "fla_chunk": (
-            sixty_four,
-            draw(1, 68, 1, 8, 16, gates="mild"),
+    # With both gates by channel beta is not read.
+    both = [name for name in KDA_GRADS if name != "beta"] + ["b", "w"]
+    ends = [0, 5, 5, 12]
+
+    plain_cases = {
+        "recurrent": (recurrent, draw(2, 9, 2, 5, 3), KDA_GRADS, plain, recurrent_kda),
+        "recurrent_against_chunks": (sixteen, draw(1, 19, 1, 4, 7), KDA_GRADS, plain, recurrent_kda),
+        "cut": (recurrent, draw(1, 11, 2, 6, 4, gates="cut"), KDA_GRADS, plain, recurrent_kda),
+        "cut_against_chunks": (four, draw(1, 11, 2, 6, 4, gates="cut"), KDA_GRADS, plain, recurrent_kda),
+        "repeated_keys": (sixteen, draw(1, 20, 1, 6, 4, gates="repeated"), KDA_GRADS, plain, recurrent_kda),
+        "chunk": (
+            recurrent,
+            draw(1, 24, 1, 4, 6, gates="mild"),
             KDA_GRADS,
-            chunk_kda,
-            single("fla.ops.kda.chunk_kda"),
+            through(naive_chunk_kda, chunk_size=8),
+            chunk,
         ),
+        "chunk_against_chunks": (
+            sixteen,
+            draw(1, 40, 1, 5, 3, gates="mild"),
+            KDA_GRADS,
+            through(naive_chunk_kda, chunk_size=20),
+            chunk,
+        ),
+        "gated_delta_rule": (four, one_decay, without_g, with_one_decay, delta_rule),
+        # With the same number in every channel of both gates, Gated DeltaNet-2 is KDA.
+        "gdn2_as_kda": (recurrent, draw(1, 9, 2, 5, 3), KDA_GRADS, gdn2, recurrent_gdn2),
+        "gdn2_as_kda_chunk": (
+            sixteen,
+            draw(1, 13, 1, 5, 3, gates="mild"),
+            KDA_GRADS,
+            through(naive_chunk_gdn2, channels=True, chunk_size=8),
+            chunk_gdn2_plain,
+        ),
+        "gdn2": (recurrent, draw(1, 9, 2, 5, 3, channels="bw"), both, gdn2, recurrent_gdn2),
+        "gdn2_against_chunks": (four, draw(1, 10, 1, 5, 3, channels="bw"), both, gdn2, recurrent_gdn2),
+        "erase_gate": (four, draw(1, 7, 2, 4, 3, channels="b"), KDA_GRADS + ["b"], gdn2, recurrent_gdn2),
+        "write_gate": (recurrent, draw(1, 7, 2, 4, 3, channels="w"), KDA_GRADS + ["w"], gdn2, recurrent_gdn2),
+        "grouped": (recurrent, draw(1, 7, 2, 4, 3, value_heads=4), KDA_GRADS, plain, recurrent_kda),
+        "grouped_against_chunks": (four, draw(1, 7, 1, 4, 3, value_heads=3), KDA_GRADS, plain, recurrent_kda),
+        "packed": (recurrent, draw(1, 12, 2, 4, 3, ends=ends), KDA_GRADS, one_by_one(plain), recurrent_kda),
+        "packed_against_chunks": (four, draw(1, 12, 1, 4, 3, ends=ends), KDA_GRADS, one_by_one(plain), recurrent_kda),
+    }
+    # These kernels take every decay as the difference of two running sums within a chunk of 64 tokens.
+    sums = (
+        "the source computes in f32: running sums of g up to 64 * 2.5 = 160 round by 160 * 6e-8, "
+        "which is relative after exp"
+    )
+    chunk_kernel = single("fla.ops.kda.chunk_kda")
+    kernel_cases = {
+        "fla_chunk": (sixty_four, draw(1, 68, 1, 8, 8, gates="mild"), KDA_GRADS, through(chunk_kda), chunk_kernel),
         "fla_chunk_spread": (
             sixteen,
-            draw(1, 68, 1, 16, 8),
+            draw(1, 68, 1, 8, 8),
             KDA_GRADS,
-            chunk_kda,
+            through(chunk_kda),
             single("fla.ops.kda.chunk_kda", 1e-5, sums),
+        ),
+        "fla_packed": (four, draw(1, 12, 1, 8, 8, gates="mild", ends=ends), KDA_GRADS, packed, chunk_kernel),
+        "fla_gdn2": (
+            four,
+            draw(1, 10, 1, 8, 8, gates="mild", channels="bw"),
+            both,
+            through(chunk_gdn2, channels=True),
+            single("fla.ops.gdn2.chunk_gdn2"),
         ),
         "fla_recurrent": (
             recurrent,
-            draw(2, 12, 2, 8, 8),
+            draw(1, 12, 2, 8, 8),
             [],
-            fused_recurrent_kda,
+            through(fused_recurrent_kda),
             single("fla.ops.kda.fused_recurrent_kda"),
         ),
     }
-    for name, (config, inputs, learned, function, origin) in kernels.items():
-        cases[name] = differentiate(rng, config, inputs, learned, through(function), dtype=torch.float32, origin=origin)
-    return double("fla.ops.kda.naive.naive_recurrent_kda in f64", "fla-core", "torch"), cases
+    cases = {}
+    with as_double("float", "float32"):
+        for name, (config, inputs, learned, function, origin) in plain_cases.items():
+            origin = None if origin is recurrent_kda else origin
+            cases[name] = differentiate(rng, config, inputs, learned, function, origin=origin)
+    for name, (config, inputs, learned, function, origin) in kernel_cases.items():
+        cases[name] = differentiate(rng, config, inputs, learned, function, dtype=torch.float32, origin=origin)
+    return recurrent_kda, cases
 
 
 # Maps and the model's own compositions.
@@ -641,15 +665,40 @@ def _(rng):
             "v": rng.standard_normal((o, r)) / o**0.5,
         }
 
-    def spectral(x):
+    def spectral(x, rounded=lambda factor: factor):
         # The whole matrix, which the operation never forms.
-        weight = torch.linalg.multi_dot([x["u"], torch.diag(x["s"]), x["v"].T])
+        weight = torch.linalg.multi_dot([rounded(x["u"]), torch.diag(x["s"]), rounded(x["v"]).T])
         return {"y": F.linear(x["x"], weight.T), "plus": x["x"].clone()}
+
+    def cast(dtype):
+        def rounded(factor):
+            scale = torch.ones(())
+            if dtype == torch.float8_e4m3fn:
+                # The least power of two that leaves no element of the column above the largest number.
+                scale = torch.exp2(torch.ceil(torch.log2(factor.abs().amax(0) / torch.finfo(dtype).max))).detach()
+            # Straight through: the second term is zero and has the gradient of one.
+            return ((factor / scale).to(dtype).double() * scale).detach() + (factor - factor.detach())
+
+        return lambda x: spectral(x, rounded)
+
+    def spread(b, t, i, o, r):
+        """Factors over 24 powers of two, as numbers of f32, some of them halfway between two numbers of e4m3."""
+        drawn = inputs(b, t, i, o, r)
+        for name in "uv":
+            factor = drawn[name] * np.exp2(rng.integers(-20, 5, drawn[name].shape))
+            factor[:3] = np.array([[1.0625], [1.1875], [-1.3125]]) * np.exp2(rng.integers(-3, 3, (3, r)))
+            drawn[name] = factor.astype(np.float32).astype(np.float64)
+        return drawn
 
     zero = inputs(2, 3, 7, 5, 4)
     zero["s"][1::2] = 0.0
     names = ["x", "u", "s", "v"]
-    return double("torch.linalg.multi_dot and torch.nn.functional.linear", *TORCH), {
+    formats = {"bf16": torch.bfloat16, "f16": torch.float16, "fp8": torch.float8_e4m3fn}
+    rounded = {
+        f"{word}": differentiate(rng, f"b2-t3-i13-o9-r4-spread-{word}", spread(2, 3, 13, 9, 4), names, cast(dtype))
+        for word, dtype in formats.items()
+    }
+    return double("torch.linalg.multi_dot, torch.nn.functional.linear and casts", *TORCH), rounded | {
         "plain": differentiate(rng, "b2-t5-i8-o6-r4-normal-plus", inputs(2, 5, 8, 6, 4), names, spectral),
         "zeros": differentiate(rng, "b2-t3-i7-o5-r4-s-zero-plus", zero, names, spectral),
         "wide": differentiate(rng, "b2-t7-i33-o17-r5-activations-plus", inputs(2, 7, 33, 17, 5), names, spectral),
@@ -749,6 +798,101 @@ def _(rng):
     }
 
 
+# The n-gram memory and the teacher's objective.
+
+
+@stem("engram")
+def _(rng):
+    def case(config, b, t, d, orders, r, w, plus):
+        inputs = {
+            "c": rng.standard_normal((b, t, d)),
+            "rows": rng.integers(0, r, (b, t, orders)).astype(np.float64),
+            "table": rng.standard_normal((r, w)),
+            "key": rng.standard_normal((orders * w, d)) / (orders * w) ** 0.5,
+            "value": rng.standard_normal((orders * w, d)) / (orders * w) ** 0.5,
+        }
+
+        def memory(x):
+            e = F.embedding(x["rows"].long(), x["table"]).flatten(-2)
+            key, value = F.linear(e, x["key"].T), F.linear(e, x["value"].T)
+            s = (F.rms_norm(key, (d,), eps=1e-5) * F.rms_norm(x["c"], (d,), eps=1e-5)).sum(-1, keepdim=True) / d**0.5
+            # A signed square root, smooth at 0, with gate_eps 1e-2.
+            gate = torch.sigmoid(s / (torch.sqrt(s.abs() + 1e-2) + 0.1))
+            return {"m": gate * value} | ({"plus": x["c"].clone()} if plus else {})
+
+        return differentiate(rng, config, inputs, ["c", "table", "key", "value"], memory)
+
+    return double("torch.nn.functional.embedding, linear and rms_norm, torch.sigmoid", *TORCH), {
+        "plain": case("b2-t5-d8-o3-r12-w4-normal-plus", 2, 5, 8, 3, 12, 4, True),
+        "two_orders": case("b2-t6-d5-o2-r7-w3-one-row", 2, 6, 5, 2, 7, 3, False),
+    }
+
+
+def some_mask(rng, b, t):
+    mask = (rng.uniform(size=(b, t)) < 0.6).astype(np.float64)
+    mask[0, :3] = [1.0, 0.0, 1.0]
+    return mask
+
+
+@stem("mask_vector")
+def _(rng):
+    inputs = {"x": rng.standard_normal((2, 7, 5)), "mask": some_mask(rng, 2, 7), "vector": rng.standard_normal(5)}
+
+    def replace(x):
+        return {"y": torch.where(x["mask"].unsqueeze(-1) == 1.0, x["vector"], x["x"])}
+
+    return double("torch.where", *TORCH), {
+        "some": differentiate(rng, "b2-t7-d5-some", inputs, ["x", "vector"], replace)
+    }
+
+
+@stem("jepa")
+def _(rng):
+    def case(config, b, t, d, mask):
+        inputs = {
+            "prediction": rng.standard_normal((b, t, d)),
+            "teacher": 2.0 + rng.standard_normal((b, t, d)),
+            "mask": mask,
+        }
+
+        def loss(x):
+            kept = x["mask"] == 1.0
+            return {
+                "loss": F.l1_loss(x["prediction"][kept], F.layer_norm(x["teacher"][kept], (d,), eps=1e-5)).reshape(1)
+            }
+
+        return differentiate(rng, config, inputs, ["prediction"], loss)
+
+    return double("torch.nn.functional.l1_loss and layer_norm", *TORCH), {
+        "some": case("b2-t7-d5-some", 2, 7, 5, some_mask(rng, 2, 7)),
+        "all": case("b2-t3-d4-all", 2, 3, 4, np.ones((2, 3))),
+    }
+
+
+@stem("koleo")
+def _(rng):
+    def case(config, b, t, d, mask, limit, plus):
+        inputs = {"z": 2.0 + rng.standard_normal((b, t, d)), "mask": mask}
+
+        def loss(x):
+            rows = x["z"][x["mask"] == 1.0]
+            rows = rows[:: -(-len(rows) // limit)]
+            # z / sqrt(|z|^2 + 1e-6) by the RMS norm, as in l2_norm.
+            p = F.rms_norm(rows, (d,), torch.full((d,), d**-0.5, dtype=torch.float64), 1e-6 / d)
+            apart = torch.cdist(p.detach(), p.detach()).fill_diagonal_(torch.inf)
+            nearest = F.pairwise_distance(p, p[apart.argmin(1)], eps=0.0)
+            value = -0.5 * torch.log(nearest**2 + 1e-6).mean()
+            return {"loss": value.reshape(1)} | ({"plus": x["z"].clone()} if plus else {})
+
+        return differentiate(rng, config, inputs, ["z"], loss)
+
+    return double("torch.cdist and torch.nn.functional.pairwise_distance", *TORCH), {
+        "some": case("b2-t7-d12-limit256-some-plus", 2, 7, 12, some_mask(rng, 2, 7), 256, True),
+        "all": case("b2-t5-d9-limit256-all", 2, 5, 9, np.ones((2, 5)), 256, False),
+        "every_third": case("b2-t8-d10-limit6-all", 2, 8, 10, np.ones((2, 8)), 6, False),
+    }
+
+
 # The optimiser and what goes with it.
 
 
@@ -786,6 +930,41 @@ def _(rng):
         cases("two_groups", "p40-22to38decay0-3to17decay0.1-middle", 40, [(22, 38, 0.0), (3, 17, 0.1)], 1.0)
         | cases("clipped", "p12-0to12decay0.3-middle", 12, [(0, 12, 0.3)], 0.37)
     )
+
+
+@stem("row_adam")
+def _(rng):
+    # Every row is a parameter of its own, so that its updates are counted by themselves; a row that no batch names has no
+    # gradient, and PyTorch passes it by.
+    height, width, scale = 9, 4, 0.37
+    flat = {"table": rng.standard_normal((height, width)), "counts": np.zeros(height)}
+    flat |= {"m": np.zeros((height, width)), "v": np.zeros((height, width))}
+    parts = [torch.nn.Parameter(torch.tensor(row)) for row in flat["table"]]
+    optimiser = torch.optim.Adam(parts, betas=(0.9, 0.95), eps=1e-8)
+    cases = {}
+    for step in range(1, 6):
+        rows = np.append(rng.integers(0, height - 2, 7), height - 1 if step > 1 else 0)
+        grads, lr = rng.standard_normal((height, width)), rng.uniform(0.05, 0.3)
+        optimiser.param_groups[0]["lr"] = lr
+        for i, p in enumerate(parts):
+            p.grad = torch.tensor(scale * grads[i]) if i in rows else None
+        optimiser.step()
+        after = {key: value.copy() for key, value in flat.items()}
+        for i in set(rows):
+            state = optimiser.state[parts[i]]
+            after["table"][i] = parts[i].detach().numpy()
+            after["m"][i], after["v"][i] = state["exp_avg"].numpy(), state["exp_avg_sq"].numpy()
+            after["counts"][i] = float(state["step"])
+        inputs = flat | {
+            "grads": grads,
+            "rows": rows.astype(np.float64),
+            "lr": one(lr),
+            "scale": one(scale),
+            "apply": one(1),
+        }
+        cases[f"step{step}"] = Case("r9-w4-n12-middle", inputs, {f"{key}_after": value for key, value in after.items()})
+        flat = after
+    return double("torch.optim.Adam with a parameter for every row", *TORCH), cases
 
 
 @stem("muon")

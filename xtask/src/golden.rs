@@ -26,14 +26,7 @@ const LARGEST: usize = 256 * 1024;
 const PACKAGES_MISSING: i32 = 3;
 
 /// Operations without a file, and why.
-const WITHOUT: [(&str, &str); 6] = [
-    ("engram", "no package has this operation; its parts are compositions of ones that have a file"),
-    ("engram_hash", "the hash is this project's own"),
-    ("jepa", "no package has this loss; its parts are compositions of ones that have a file"),
-    ("koleo", "published in code that is no package"),
-    ("mask_vector", "a copy"),
-    ("row_adam", "no package counts the updates of every row"),
-];
+const WITHOUT: [(&str, &str); 1] = [("engram_hash", "the hash is this project's own")];
 
 /// What to do with golden files.
 #[derive(Subcommand)]
