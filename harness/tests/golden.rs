@@ -3,14 +3,15 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use dormouse_harness::description::Operation;
+use dormouse_harness::description::{Operation, OperationOn};
 use dormouse_harness::draw;
-use dormouse_harness::gates::golden::{GoldenCase, GoldenFile, check, gate, read, write};
+use dormouse_harness::gates::golden::{GoldenCase, GoldenFile, Origin, bite, check, gate, read, write};
 use dormouse_harness::gates::{Context, Status};
 use dormouse_harness::named::Values;
 use dormouse_harness::ops::rms_norm::RmsNormOp;
+use dormouse_harness::ops::{Visitor, visit_all};
 use dormouse_harness::runner::OnBackend;
-use dormouse_reference::Reference;
+use dormouse_reference::{Dual, Reference};
 
 type Device = OnBackend<Reference<f64>>;
 
@@ -37,14 +38,20 @@ fn sample() -> GoldenFile {
     let shape = inputs.at("x").shape().to_vec();
     let upstream = Values::new().with("y", draw::normal(&mut rng, &shape)).with("c", draw::normal(&mut rng, &shape));
     let run = RmsNormOp::naive(&case.config, &inputs, Some(&upstream), None);
-    let golden = GoldenCase { config: case.name.clone(), inputs, upstream, outputs: run.outputs, grads: run.grads };
+    let origin =
+        Origin { source: "the plain form".into(), version: "1".into(), tol: 1e-12, why: "f64 in two orders".into() };
+    let golden = GoldenCase {
+        config: case.name.clone(),
+        origin: origin.clone(),
+        inputs,
+        upstream,
+        outputs: run.outputs,
+        grads: run.grads,
+    };
     GoldenFile {
-        source: "the plain form".into(),
-        version: "1".into(),
+        origin,
         generator: "harness/tests/golden.rs".into(),
         seed: "7".into(),
-        tol: 1e-12,
-        why: "f64 in two orders".into(),
         cases: BTreeMap::from([("first".to_owned(), golden)]),
     }
 }
@@ -113,4 +120,82 @@ fn what_cannot_be_judged_is_refused() {
         case.outputs.set("yy", y);
     });
     assert!(misspelt.contains("tensor `first/out/yy` is none of the operation's"), "{misspelt}");
+}
+
+#[test]
+fn a_case_may_have_an_origin_of_its_own() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("rms_norm.safetensors");
+    let mut file = sample();
+    let mut case = file.cases["first"].clone();
+    *case.outputs.get_mut("y").unwrap() *= 1.0 + 1e-7;
+    case.origin = Origin { source: "f32".into(), version: "2".into(), tol: 2e-6, why: "rounding of f32".into() };
+    file.cases.insert("second".to_owned(), case);
+    write(&path, &file).unwrap();
+    assert_eq!(read(&path, &names()).unwrap(), file);
+    assert_eq!(check::<RmsNormOp>(&runner(), &file, &context(folder.path())).status, Status::Pass);
+    // At the bound of the file it would not pass.
+    file.cases.get_mut("second").unwrap().origin = file.origin.clone();
+    let outcome = check::<RmsNormOp>(&runner(), &file, &context(folder.path()));
+    assert!(outcome.reason.contains("case second (the plain form)"), "{}", outcome.reason);
+}
+
+#[test]
+fn a_file_that_sees_too_little_does_not_bite() {
+    let folder = tempfile::tempdir().unwrap();
+    let bites = |change: &dyn Fn(&mut GoldenFile)| {
+        let mut file = sample();
+        change(&mut file);
+        write(&folder.path().join("rms_norm.safetensors"), &file).unwrap();
+        bite::<RmsNormOp>(&runner(), &context(folder.path()))
+    };
+    // Six faults in two outputs and three gradients, and the broken terms.
+    assert_eq!(bites(&|_| {}), (31, vec![]));
+    let (_, survivors) = bites(&|file| {
+        let case = file.cases.get_mut("first").unwrap();
+        case.outputs.get_mut("y").unwrap().fill(0.0);
+    });
+    assert!(survivors.contains(&"y-zero survives golden".to_owned()), "{survivors:?}");
+    let (_, survivors) = bites(&|file| file.cases.get_mut("first").unwrap().origin.tol = 0.04);
+    assert!(survivors.contains(&"y-times-0.99 survives golden".to_owned()), "{survivors:?}");
+    // Without a shift, c is x, and no term of the formula is left to break.
+    let (_, survivors) = bites(&|file| {
+        let case = file.cases.get_mut("first").unwrap();
+        case.inputs.get_mut("shift").unwrap().fill(0.0);
+        case.outputs = Values::new().with("c", case.inputs.at("x").clone());
+        (case.grads, case.upstream) = (Values::new(), Values::new());
+    });
+    assert_eq!(survivors, ["every broken term survives golden"]);
+    let empty = tempfile::tempdir().unwrap();
+    assert_eq!(bite::<RmsNormOp>(&runner(), &context(empty.path())), (0, vec![]));
+}
+
+/// Runs the gate on the files of the repository.
+struct Files {
+    seen: usize,
+    red: Vec<String>,
+}
+
+impl Visitor for Files {
+    fn visit<O>(&mut self)
+    where
+        O: OperationOn<Reference<f64>> + OperationOn<Reference<f32>> + OperationOn<Reference<Dual>>,
+    {
+        let context = context(&Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().join("golden"));
+        let outcome = gate::<O>(&runner(), &context);
+
+        if outcome.status == Status::Fail {
+            self.red.push(format!("{}: {}", O::STEM, outcome.reason));
+        }
+        self.seen += outcome.cases;
+        self.red.extend(bite::<O>(&runner(), &context).1.into_iter().map(|line| format!("{}: {line}", O::STEM)));
+    }
+}
+
+#[test]
+fn the_files_of_the_repository_are_green_and_bite() {
+    let mut files = Files { seen: 0, red: Vec::new() };
+    visit_all(&mut files);
+    assert!(files.red.is_empty(), "{:#?}", files.red);
+    assert!(files.seen > 50, "{} cases", files.seen);
 }

@@ -5,6 +5,7 @@
 
 mod bench;
 mod bundle;
+mod golden;
 mod ptx;
 mod receipts;
 mod tidy;
@@ -24,6 +25,7 @@ use clap::{Parser, Subcommand};
                   cargo xtask gate kda         the ladder of one operation\n  \
                   cargo xtask gate --help      what a gate run can be told\n  \
                   cargo xtask receipts check   which fused kernels have been shown to be right\n  \
+                  cargo xtask golden check     the reference against other people's implementations\n  \
                   cargo xtask ci               what continuous integration runs"
 )]
 struct Args {
@@ -67,6 +69,11 @@ enum Task {
     Receipts {
         #[command(subcommand)]
         task: receipts::Task,
+    },
+    /// Values of other people's implementations.
+    Golden {
+        #[command(subcommand)]
+        task: golden::Task,
     },
     /// Check what the compiler does not: stems, docs, sizes, licences.
     Tidy,
@@ -122,6 +129,11 @@ fn run(task: Task) -> Result<()> {
         Task::Bench { name, .. } => bench::run(&root, name.as_deref()),
         Task::Ptx { rest } => ptx::compile(&root, &rest),
         Task::Receipts { task } => receipts::run(&root, &task),
+        Task::Golden { task } => golden::run(&root, &task, |rest| {
+            // The table says which gate is red; the exit code only that one is.
+            let out = gate_binary(&root)?.args(rest).output().context("cannot run the gate binary")?;
+            Ok(String::from_utf8_lossy(&out.stdout).into_owned())
+        }),
         Task::Tidy => tidy::check(&root),
         Task::Lint => lint(&root),
         Task::Ci => lint(&root).and_then(|()| run(Task::Test { require: "cpu".to_owned(), rest: Vec::new() })),

@@ -9,9 +9,6 @@ use anyhow::{Context, Result, bail};
 /// Lines beyond which a reader loses the way.
 const LONGEST_FILE: usize = 900;
 
-/// Bytes of a golden file; larger ones belong to a generator, not to the repository.
-const LARGEST_GOLDEN: u64 = 512 * 1024;
-
 /// Words that mean unfinished or switched-off work.
 const BANNED: [&str; 6] = ["todo!(", "unimplemented!(", "#[ignore", "should_panic", "dbg!(", "FIXME"];
 
@@ -40,12 +37,7 @@ pub fn check(root: &Path) -> Result<()> {
     for file in files.iter().filter(|f| f.extension().is_some_and(|e| e == "rs")) {
         source(root, file, &mut faults)?;
     }
-    for file in files.iter().filter(|f| f.starts_with("golden") && f.extension().is_some_and(|e| e == "safetensors")) {
-        let size = root.join(file).metadata()?.len();
-        if size > LARGEST_GOLDEN {
-            faults.push(format!("{}: {size} bytes, a golden file may have {LARGEST_GOLDEN}", file.display()));
-        }
-    }
+    faults.extend(crate::golden::faults(root)?.into_iter().map(|fault| format!("golden: {fault}")));
     stems(root, &mut faults)?;
     licences(root, &mut faults)?;
     for fault in &faults {
@@ -101,7 +93,8 @@ fn stems(root: &Path, faults: &mut Vec<String>) -> Result<()> {
     Ok(())
 }
 
-fn stems_in(folder: &Path, is_one: impl Fn(&str) -> bool) -> Result<BTreeSet<String>> {
+/// The files of a folder that hold an operation, without their endings.
+pub fn stems_in(folder: &Path, is_one: impl Fn(&str) -> bool) -> Result<BTreeSet<String>> {
     let mut stems = BTreeSet::new();
     for entry in std::fs::read_dir(folder).with_context(|| folder.display().to_string())? {
         let path = entry?.path();

@@ -2,11 +2,12 @@
 //!
 //! A gate that stays green on a fault it names is not a gate. The faults are those generated for every output and
 //! gradient, and the operation's own broken terms. The null mutant, the plain form with nothing broken, must stay green
-//! on every gate that a broken term is sent to: otherwise red would prove nothing.
+//! on every gate that a broken term is sent to: otherwise red would prove nothing. An operation with a golden file has
+//! faults planted for that file besides ([`golden::bite`]).
 
 use dormouse_reference::{Dual, Reference};
 
-use super::{Context, Outcome, Status, run_gate};
+use super::{Context, Outcome, Status, golden, run_gate};
 use crate::description::{Gate, OperationOn};
 use crate::runner::{Fault, Faulty, Naive, Plant, Runner, plants};
 
@@ -53,9 +54,13 @@ where
             survivors.push(format!("the null mutant is red on {}: {}", gate.word(), outcome.reason));
         }
     }
+    // Whatever other gates see, the golden file must see by itself.
+    let (planted, missed) = golden::bite::<O>(runner, &context);
+    survivors.extend(missed);
+    let cases = plants.len() + planted;
     if survivors.is_empty() {
-        return Outcome { status: Status::Pass, cases: plants.len(), worst: 0.0, reason: String::new() };
+        return Outcome { status: Status::Pass, cases, worst: 0.0, reason: String::new() };
     }
-    let reason = format!("{} of {}: {}", survivors.len(), plants.len(), survivors.join("; "));
-    Outcome { status: Status::Fail, cases: plants.len(), worst: f64::INFINITY, reason }
+    let reason = format!("{} of {cases}: {}", survivors.len(), survivors.join("; "));
+    Outcome { status: Status::Fail, cases, worst: f64::INFINITY, reason }
 }

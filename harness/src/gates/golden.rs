@@ -3,9 +3,10 @@
 //! A golden file is `golden/<stem>.safetensors`. Its tensors (f32 or f64) are named `<case>/<part>/<name>` with part
 //! `in`, `up` (upstream gradient), `out` or `grad`. Its metadata says where it came from (`source`, `version`,
 //! `generator`, `seed`), the tolerance with its reason (`tol`, `why`), and per case `config.<case>`, the name of the
-//! case in the operation's table whose config it uses.
+//! case in the operation's table whose config it uses. `source.<case>`, `version.<case>`, `tol.<case>` and `why.<case>`
+//! stand instead of the file's own where a case comes from elsewhere.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
 use ndarray::{ArrayD, IxDyn};
@@ -15,13 +16,28 @@ use super::{Context, Outcome, Status, Tally, compare_named, text};
 use crate::compare::Tolerance;
 use crate::description::{Gate, Operation};
 use crate::named::Values;
-use crate::runner::Runner;
+use crate::runner::{Fault, Faulty, Naive, Plant, Runner};
+
+/// Where values come from.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Origin {
+    /// The implementation.
+    pub source: String,
+    /// Its version.
+    pub version: String,
+    /// Relative rms bound, from the source's precision.
+    pub tol: f64,
+    /// Where the bound comes from.
+    pub why: String,
+}
 
 /// One case of a golden file.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct GoldenCase {
     /// The case of the operation's table whose config applies.
     pub config: String,
+    /// Where its values come from: the file's origin, or its own.
+    pub origin: Origin,
     /// Inputs and parameters.
     pub inputs: Values,
     /// Upstream gradients; empty for forward only.
@@ -35,41 +51,75 @@ pub struct GoldenCase {
 /// A golden file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GoldenFile {
-    /// The implementation the values come from.
-    pub source: String,
-    /// Its version.
-    pub version: String,
+    /// Where the values of most cases come from.
+    pub origin: Origin,
     /// The script that made the file.
     pub generator: String,
     /// The seed of its inputs.
     pub seed: String,
-    /// Relative rms bound, from the source's precision.
-    pub tol: f64,
-    /// Where the bound comes from.
-    pub why: String,
     /// Cases by name.
     pub cases: BTreeMap<String, GoldenCase>,
 }
 
 /// Runs the gate; without a file it did not run.
 pub fn gate<O: Operation>(runner: &dyn Runner<O>, context: &Context) -> Outcome {
-    let path = context.golden.join(format!("{}.safetensors", O::STEM));
-    if !path.exists() {
-        return Outcome::not_run(format!("golden/{}.safetensors does not exist", O::STEM));
+    match open::<O>(context) {
+        None => Outcome::not_run(format!("golden/{}.safetensors does not exist", O::STEM)),
+        Some(Ok(file)) => check::<O>(runner, &file, context),
+        Some(Err(reason)) => Outcome { status: Status::Fail, cases: 0, worst: f64::INFINITY, reason },
     }
-    let file = match read(&path, &names::<O>()) {
-        Ok(file) => file,
-        Err(reason) => return Outcome { status: Status::Fail, cases: 0, worst: f64::INFINITY, reason },
+}
+
+/// The operation's file, if there is one.
+fn open<O: Operation>(context: &Context) -> Option<Result<GoldenFile, String>> {
+    let path = context.golden.join(format!("{}.safetensors", O::STEM));
+    path.exists().then(|| read(&path, &names::<O>()))
+}
+
+/// What the operation's file must not let pass: how many faults were planted, and what is wrong with those that survived.
+///
+/// A file is of use only if it sees. Every generated fault of every tensor that it holds must turn the gate red. So must
+/// one at least of the operation's own broken terms, since what the gate is for is a formula that was misunderstood; and
+/// the plain form with nothing broken must be green, or red would prove nothing. Without a file nothing is planted.
+pub fn bite<O: Operation>(runner: &dyn Runner<O>, context: &Context) -> (usize, Vec<String>) {
+    let file = match open::<O>(context) {
+        None => return (0, Vec::new()),
+        Some(Err(reason)) => return (0, vec![reason]),
+        Some(Ok(file)) => file,
     };
-    check::<O>(runner, &file, context)
+    let red = |runner: &dyn Runner<O>| check::<O>(runner, &file, context).status == Status::Fail;
+    let (mut planted, mut survivors) = (0, Vec::new());
+    let held =
+        |values: fn(&GoldenCase) -> &Values, name: &str| file.cases.values().any(|c| values(c).get(name).is_some());
+    for name in names::<O>() {
+        let (out, grad) = (held(|c| &c.outputs, name), held(|c| &c.grads, name));
+        for fault in Fault::ALL {
+            let faults = [out.then_some(Plant::Output(name, fault)), grad.then_some(Plant::Grad(name, fault))];
+            for plant in faults.into_iter().flatten() {
+                planted += 1;
+                if !red(&Faulty::new(runner, plant.clone())) {
+                    survivors.push(format!("{} survives golden", plant.name()));
+                }
+            }
+        }
+    }
+    let plain = check::<O>(&Naive { twist: None }, &file, context);
+    if plain.status != Status::Pass {
+        survivors.push(format!("the null mutant is red on golden: {}", plain.reason));
+    }
+    planted += 1;
+    if !O::mutants().iter().any(|mutant| red(&Naive { twist: Some(mutant.twist) })) {
+        survivors.push("every broken term survives golden".to_owned());
+    }
+    (planted, survivors)
 }
 
 /// Holds a runner against a golden file.
 pub fn check<O: Operation>(runner: &dyn Runner<O>, file: &GoldenFile, context: &Context) -> Outcome {
-    let tolerance = Tolerance::new(file.tol, "the golden file's own");
     let table = O::cases();
     let mut tally = Tally::new();
     for (name, golden) in &file.cases {
+        let tolerance = Tolerance::new(golden.origin.tol, "the golden file's own");
         let result = (|| {
             let case = table.iter().find(|c| c.name == golden.config);
             let case = case.ok_or_else(|| format!("config `{}` is not in the case table", golden.config))?;
@@ -83,7 +133,10 @@ pub fn check<O: Operation>(runner: &dyn Runner<O>, file: &GoldenFile, context: &
             let grads = compare_named(&offered(&run.grads, &golden.grads), &golden.grads, "d", |_| tolerance)?;
             Ok(outputs.max(grads))
         })();
-        tally.note(name, result);
+        tally.note(&format!("{name} ({})", golden.origin.source), result);
+        if context.stop_at_first && tally.failures > 0 {
+            break;
+        }
     }
     tally.outcome(O::STEM, Gate::Golden, context)
 }
@@ -100,7 +153,11 @@ pub fn read(path: &Path, names: &[&'static str]) -> Result<GoldenFile, String> {
     let (_, metadata) = SafeTensors::read_metadata(&bytes).map_err(|e| at(&e))?;
     let metadata = metadata.metadata().clone().unwrap_or_default();
     let field = |key: &str| metadata.get(key).cloned().ok_or_else(|| at(&format!("metadata has no `{key}`")));
-    let tol: f64 = field("tol")?.parse().map_err(|e| at(&format!("metadata `tol`: {e}")))?;
+    let origin = |source: String, version: String, tol: &str, why: String| {
+        let tol = tol.parse().map_err(|e| at(&format!("metadata `tol`: `{tol}`: {e}")))?;
+        Ok::<_, String>(Origin { source, version, tol, why })
+    };
+    let files = origin(field("source")?, field("version")?, &field("tol")?, field("why")?)?;
     let tensors = SafeTensors::deserialize(&bytes).map_err(|e| at(&e))?;
     let mut cases: BTreeMap<String, GoldenCase> = BTreeMap::new();
     for (full, view) in tensors.iter() {
@@ -129,34 +186,32 @@ pub fn read(path: &Path, names: &[&'static str]) -> Result<GoldenFile, String> {
             *values = names.iter().filter_map(|name| Some((*name, values.remove(name)?))).collect();
         }
         case.config = field(&format!("config.{name}"))?;
+        case.origin = files.clone();
+        if metadata.contains_key(&format!("source.{name}")) {
+            let own = |key: &str| field(&format!("{key}.{name}"));
+            case.origin = origin(own("source")?, own("version")?, &own("tol")?, own("why")?)?;
+        }
         if case.outputs.is_empty() && case.grads.is_empty() {
             return Err(at(&format!("case `{name}` expects nothing")));
         }
     }
-    Ok(GoldenFile {
-        source: field("source")?,
-        version: field("version")?,
-        generator: field("generator")?,
-        seed: field("seed")?,
-        tol,
-        why: field("why")?,
-        cases,
-    })
+    Ok(GoldenFile { origin: files, generator: field("generator")?, seed: field("seed")?, cases })
 }
 
 /// Writes a golden file.
 pub fn write(path: &Path, file: &GoldenFile) -> Result<(), String> {
-    let mut metadata: std::collections::HashMap<String, String> = [
-        ("source", file.source.clone()),
-        ("version", file.version.clone()),
-        ("generator", file.generator.clone()),
-        ("seed", file.seed.clone()),
-        ("tol", format!("{:e}", file.tol)),
-        ("why", file.why.clone()),
-    ]
-    .into_iter()
-    .map(|(k, v)| (k.to_owned(), v))
-    .collect();
+    let mut metadata =
+        HashMap::from([("generator".to_owned(), file.generator.clone()), ("seed".to_owned(), file.seed.clone())]);
+    let mut set_origin = |origin: &Origin, suffix: &str| {
+        let Origin { source, version, tol, why } = origin;
+        for (key, value) in [("source", source), ("version", version), ("tol", &format!("{tol:e}")), ("why", why)] {
+            metadata.insert(format!("{key}{suffix}"), value.clone());
+        }
+    };
+    set_origin(&file.origin, "");
+    for (name, case) in file.cases.iter().filter(|(_, case)| case.origin != file.origin) {
+        set_origin(&case.origin, &format!(".{name}"));
+    }
     let mut data: Vec<(String, Vec<usize>, Vec<u8>)> = Vec::new();
     for (case, golden) in &file.cases {
         metadata.insert(format!("config.{case}"), golden.config.clone());
