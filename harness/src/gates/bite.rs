@@ -21,18 +21,24 @@ pub fn caught_by(plant: &Plant) -> Gate {
 }
 
 /// Runs one gate of the ladder with a mutant planted.
-pub fn with_mutant<O>(plant: &Plant, gate: Gate, runner: &dyn Runner<O>, context: &Context) -> Outcome
+pub fn with_mutant<O>(
+    plant: &Plant,
+    gate: Gate,
+    runner: &dyn Runner<O>,
+    oracle: Option<&dyn Runner<O>>,
+    context: &Context,
+) -> Outcome
 where
     O: OperationOn<Reference<f64>> + OperationOn<Reference<f32>> + OperationOn<Reference<Dual>>,
 {
     match plant {
-        Plant::Twist(mutant) => run_gate::<O>(gate, &Naive { twist: Some(mutant.twist) }, context),
-        fault => run_gate::<O>(gate, &Faulty::new(runner, fault.clone()), context),
+        Plant::Twist(mutant) => run_gate::<O>(gate, &Naive { twist: Some(mutant.twist) }, oracle, context),
+        fault => run_gate::<O>(gate, &Faulty::new(runner, fault.clone()), oracle, context),
     }
 }
 
 /// Runs the gate.
-pub fn gate<O>(runner: &dyn Runner<O>, context: &Context) -> Outcome
+pub fn gate<O>(runner: &dyn Runner<O>, oracle: Option<&dyn Runner<O>>, context: &Context) -> Outcome
 where
     O: OperationOn<Reference<f64>> + OperationOn<Reference<f32>> + OperationOn<Reference<Dual>>,
 {
@@ -41,7 +47,7 @@ where
     let mut survivors = Vec::new();
     for plant in &plants {
         let gate = caught_by(plant);
-        let outcome = with_mutant::<O>(plant, gate, runner, &context);
+        let outcome = with_mutant::<O>(plant, gate, runner, oracle, &context);
         if outcome.status != Status::Fail {
             survivors.push(format!("{} survives {}", plant.name(), gate.word()));
         }
@@ -49,7 +55,7 @@ where
     let mut twist_gates: Vec<Gate> = O::mutants().iter().map(|m| m.caught_by).collect();
     twist_gates.dedup();
     for gate in twist_gates {
-        let outcome = run_gate::<O>(gate, &Naive { twist: None }, &context);
+        let outcome = run_gate::<O>(gate, &Naive { twist: None }, oracle, &context);
         if outcome.status != Status::Pass {
             survivors.push(format!("the null mutant is red on {}: {}", gate.word(), outcome.reason));
         }
