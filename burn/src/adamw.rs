@@ -26,14 +26,16 @@ impl<B: Backend> Adamw for Burn<B> {
         ranges(OP, "groups", &all, len)?;
         let Scalars { lr, scale, apply, updates } = scalars.try_map(|name, x| self.peek_one(OP, name, x))?;
         for group in config.groups.iter().filter(|group| apply == 1.0 && !group.range.is_empty()) {
-            let State { params, grads, m, v } =
-                state.clone().try_map(|_, x| dormouse_reference::Tensors::view(self, x, group.range.start, &[group.range.len()]))?;
+            let State { params, grads, m, v } = state
+                .clone()
+                .try_map(|_, x| dormouse_reference::Tensors::view(self, x, group.range.start, &[group.range.len()]))?;
             let p = self.read(OP, "params", &params)?;
             let g = self.read(OP, "grads", &grads)?.mul_scalar(scale);
             let first = self.read(OP, "m", &m)?.mul_scalar(config.beta1) + g.clone().mul_scalar(1.0 - config.beta1);
             let second = self.read(OP, "v", &v)?.mul_scalar(config.beta2) + square(g).mul_scalar(1.0 - config.beta2);
             let corrected = |x: &burn_tensor::Tensor<B, 1>, beta: f64| x.clone().div_scalar(1.0 - beta.powf(updates));
-            let step = corrected(&first, config.beta1) / (corrected(&second, config.beta2).sqrt().add_scalar(config.eps));
+            let step =
+                corrected(&first, config.beta1) / (corrected(&second, config.beta2).sqrt().add_scalar(config.eps));
             let moved = p.clone() - (step + p.mul_scalar(group.weight_decay)).mul_scalar(lr);
             self.write(OP, "params", &params, moved)?;
             self.write(OP, "m", &m, first)?;

@@ -44,7 +44,13 @@ impl<B: Backend> CrossEntropy for Burn<B> {
         }
         let classes = self.peek(OP, "targets", targets)?;
         if let Some((at, &got)) = classes.iter().enumerate().find(|(_, t)| **t >= c as f64) {
-            return Err(Error::Value { op: OP, arg: "targets", expected: format!("below C = {c}"), got, index: vec![at] });
+            return Err(Error::Value {
+                op: OP,
+                arg: "targets",
+                expected: format!("below C = {c}"),
+                got,
+                index: vec![at],
+            });
         }
         let t = self.read_integers(OP, "targets", targets)?;
         let kept = match mask {

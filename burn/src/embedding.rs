@@ -24,8 +24,16 @@ impl<B: Backend> Embedding for Burn<B> {
         dims.positive(&["vocab", "D"])?;
         let (vocab, d) = (dims.get("vocab"), dims.get("D"));
         let ids = self.read_integers(OP, "ids", inputs.ids)?;
-        if let Some((n, got)) = self.peek(OP, "ids", inputs.ids)?.into_iter().enumerate().find(|(_, id)| *id >= vocab as f64) {
-            return Err(Error::Value { op: OP, arg: "ids", expected: format!("below vocab = {vocab}"), got, index: vec![n] });
+        if let Some((n, got)) =
+            self.peek(OP, "ids", inputs.ids)?.into_iter().enumerate().find(|(_, id)| *id >= vocab as f64)
+        {
+            return Err(Error::Value {
+                op: OP,
+                arg: "ids",
+                expected: format!("below vocab = {vocab}"),
+                got,
+                index: vec![n],
+            });
         }
         let outputs = vec![("x", [inputs.ids.shape(), &[d]].concat())];
         let (mut out, tape) = Tape::run(self, OP, vec![], params.named(), outputs, move |leaves| {

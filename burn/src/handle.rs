@@ -186,7 +186,12 @@ impl<B: Backend> Burn<B> {
     /// Scratch that holds the values of a flat tensor, as `shape`.
     pub(crate) fn scratch_of(&self, values: Tensor<B, 1>, shape: &[usize]) -> Handle<B> {
         assert_eq!(values.dims()[0], shape.iter().product::<usize>(), "a result fills its shape");
-        Handle { buffer: Rc::new(Buffer::Float(RefCell::new(values))), start: 0, shape: shape.into(), life: self.scratch_life() }
+        Handle {
+            buffer: Rc::new(Buffer::Float(RefCell::new(values))),
+            start: 0,
+            shape: shape.into(),
+            life: self.scratch_life(),
+        }
     }
 
     fn scratch_life(&self) -> Life {
@@ -283,8 +288,7 @@ impl<B: Backend> Tensors for Burn<B> {
                 let max = if *dtype == DType::U8 { f64::from(u8::MAX) } else { f64::from(u32::MAX) };
                 let wrong = values.indexed_iter().find(|(_, v)| !(**v >= 0.0 && **v <= max && v.fract() == 0.0));
                 if let Some((index, &got)) = wrong {
-                    let (expected, index) =
-                        (format!("a whole number from 0 to {max}"), index.as_array_view().to_vec());
+                    let (expected, index) = (format!("a whole number from 0 to {max}"), index.as_array_view().to_vec());
                     return Err(Error::Value { op: OP, arg: "values", expected, got, index });
                 }
                 let all = cell.borrow().clone();

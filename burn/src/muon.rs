@@ -24,7 +24,13 @@ impl<B: Backend> Muon for Burn<B> {
             let whole = heads > 0 && columns.is_multiple_of(heads);
             option(OP, "heads", whole, "at least 1 and a divisor of the columns", heads)?;
             option(OP, "scale", scale > 0.0 && scale.is_finite(), "greater than zero", scale)?;
-            option(OP, "weight_decay", weight_decay >= 0.0 && weight_decay.is_finite(), "zero or greater", weight_decay)?;
+            option(
+                OP,
+                "weight_decay",
+                weight_decay >= 0.0 && weight_decay.is_finite(),
+                "zero or greater",
+                weight_decay,
+            )?;
         }
         let all: Vec<_> = config.matrices.iter().map(Matrix::range).collect();
         ranges(OP, "matrices", &all, len)?;
@@ -40,19 +46,13 @@ impl<B: Backend> Muon for Burn<B> {
 
 impl<B: Backend> Burn<B> {
     /// One `[rows, heads width]` of an entry of the table, head by head.
-    fn entry(
-        &self,
-        config: &Config,
-        matrix: &Matrix,
-        entry: usize,
-        state: &State<&Handle<B>>,
-        lr: f64,
-    ) -> Result<()> {
+    fn entry(&self, config: &Config, matrix: &Matrix, entry: usize, state: &State<&Handle<B>>, lr: f64) -> Result<()> {
         let [_, rows, columns] = matrix.shape;
         let start = matrix.start + entry * rows * columns;
         let places = state.clone().try_map(|_, x| self.view(x, start, &[rows, columns]))?;
-        let State { params, grads, m } =
-            places.as_ref().try_map(|name, x| Ok::<_, dormouse_reference::Error>(self.read(OP, name, x)?.reshape([rows, columns])))?;
+        let State { params, grads, m } = places
+            .as_ref()
+            .try_map(|name, x| Ok::<_, dormouse_reference::Error>(self.read(OP, name, x)?.reshape([rows, columns])))?;
         let width = columns / matrix.heads;
         let (mut moved, mut momenta) = (Vec::new(), Vec::new());
         for head in 0..matrix.heads {

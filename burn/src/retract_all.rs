@@ -17,8 +17,7 @@ impl<B: Backend> RetractAll for Burn<B> {
         }
         let all: Vec<_> = config.factors.iter().map(|factor| factor.range()).collect();
         ranges(OP, "factors", &all, len)?;
-        let each =
-            retract::Config { iterations: config.iterations, power_iterations: config.power_iterations };
+        let each = retract::Config { iterations: config.iterations, power_iterations: config.power_iterations };
         let mut spreads = Vec::new();
         for factor in &config.factors {
             let stack = self.view(params, factor.start, &factor.shape)?;

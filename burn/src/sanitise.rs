@@ -51,7 +51,9 @@ impl<B: Backend> Sanitise for Burn<B> {
         };
         let scale = config.max_norm.map_or(1.0, |max| (max / total).min(1.0));
         let counts = self.read_integers(OP, "counters", counters)?.into_data().iter::<i64>().collect::<Vec<_>>();
-        let [updates, skipped, in_window, latched] = counts[..] else { unreachable!("the shape was checked to be [4]") };
+        let [updates, skipped, in_window, latched] = counts[..] else {
+            unreachable!("the shape was checked to be [4]")
+        };
         let skip = i64::from(bad > 0.0);
         let apply = i64::from(skip == 0 && latched == 0);
         let closes = skip == 1 && in_window + 1 > i64::from(config.skips_allowed);

@@ -11,12 +11,7 @@ use crate::shapes::{absent, check, full, with_last};
 use crate::tape::Tape;
 
 /// ((x U) * s) V^T for a stack of maps: x `[E, N, I]` or `[1, N, I]`, U `[E, I, R]`, s `[E, 1, R]`, V `[E, O, R]`.
-pub(crate) fn map<A: Backend>(
-    x: Tensor<A, 3>,
-    u: Tensor<A, 3>,
-    s: Tensor<A, 3>,
-    v: Tensor<A, 3>,
-) -> Tensor<A, 3> {
+pub(crate) fn map<A: Backend>(x: Tensor<A, 3>, u: Tensor<A, 3>, s: Tensor<A, 3>, v: Tensor<A, 3>) -> Tensor<A, 3> {
     (x.matmul(u) * s).matmul(v.swap_dims(1, 2))
 }
 

@@ -69,9 +69,8 @@ impl<B: Backend> Tape<B> {
         equation: impl Fn(&Leaves<B>) -> Vec<Tensor<Tracked<B>, 1>> + 'static,
     ) -> Result<(Named<B>, Self)> {
         let count = inputs.len();
-        let read = |(name, tensor): (&'static str, &Handle<B>)| {
-            Ok((name, b.read(op, name, tensor)?, tensor.shape().to_vec()))
-        };
+        let read =
+            |(name, tensor): (&'static str, &Handle<B>)| Ok((name, b.read(op, name, tensor)?, tensor.shape().to_vec()));
         let leaves = inputs.into_iter().chain(params).map(read).collect::<Result<Vec<_>>>()?;
         let tape = Self { leaves, inputs: count, outputs, equation: Box::new(equation) };
         let untracked = tape.leaves.iter().map(|(name, x, _)| (*name, Tensor::from_inner(x.clone()))).collect();
@@ -121,7 +120,8 @@ impl<B: Backend> Tape<B> {
         for (n, ((name, ..), gradient)) in self.leaves.iter().zip(self.gradients(b, &weights)).enumerate() {
             let shape = &self.leaves[n].2;
             if n >= self.inputs {
-                let (_, sum) = into.iter().find(|(i, _)| i == name).expect("every parameter has a place, checked above");
+                let (_, sum) =
+                    into.iter().find(|(i, _)| i == name).expect("every parameter has a place, checked above");
                 same_shape(op, name, sum, shape)?;
                 b.write(op, name, sum, b.read(op, name, sum)? + gradient)?;
                 continue;

@@ -489,8 +489,7 @@ impl Walk<'_> {
         let runner = OnBackend::new(Reference::<f64>::new);
         let backend = format!("cpu mutant {}", oracle::MISREAD);
         for &gate in self.gates.iter().filter(|g| !matches!(g, Gate::Bite | Gate::Poison)) {
-            let reports =
-                ladder::<oracle::Misread>(&runner, Some(&oracle::Right), &backend, &[gate], self.context);
+            let reports = ladder::<oracle::Misread>(&runner, Some(&oracle::Right), &backend, &[gate], self.context);
             reports.into_iter().for_each(|report| self.note(report));
         }
     }

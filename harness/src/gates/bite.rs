@@ -52,6 +52,17 @@ where
             survivors.push(format!("{} survives {}", plant.name(), gate.word()));
         }
     }
+    // Gate `oracle` has no faults of its own name: every output and gradient that is one percent off must turn it red.
+    let slight = |plant: &&Plant| matches!(plant, Plant::Output(_, Fault::Scaled) | Plant::Grad(_, Fault::Scaled));
+    let mut seen_by_oracle = 0;
+    for plant in plants.iter().filter(slight).filter(|_| oracle.is_some()) {
+        seen_by_oracle += 1;
+        let outcome = with_mutant::<O>(plant, Gate::Oracle, runner, oracle, &context);
+        if outcome.status != Status::Fail {
+            survivors.push(format!("{} survives {}", plant.name(), Gate::Oracle.word()));
+        }
+    }
+    let planted = plants.len() + seen_by_oracle;
     let mut twist_gates: Vec<Gate> = O::mutants().iter().map(|m| m.caught_by).collect();
     twist_gates.dedup();
     for gate in twist_gates {
@@ -61,8 +72,8 @@ where
         }
     }
     if survivors.is_empty() {
-        return Outcome { status: Status::Pass, cases: plants.len(), worst: 0.0, reason: String::new() };
+        return Outcome { status: Status::Pass, cases: planted, worst: 0.0, reason: String::new() };
     }
-    let reason = format!("{} of {}: {}", survivors.len(), plants.len(), survivors.join("; "));
-    Outcome { status: Status::Fail, cases: plants.len(), worst: f64::INFINITY, reason }
+    let reason = format!("{} of {planted}: {}", survivors.len(), survivors.join("; "));
+    Outcome { status: Status::Fail, cases: planted, worst: f64::INFINITY, reason }
 }

@@ -27,3 +27,36 @@ pub fn gate<O: Operation>(oracle: Option<&dyn Runner<O>>, runner: &dyn Runner<O>
     })
     .outcome(O::STEM, Gate::Oracle, context)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use dormouse_reference::Reference;
+
+    use super::*;
+    use crate::gates::Status;
+    use crate::ops::rms_norm::RmsNormOp;
+    use crate::runner::{Naive, OnBackend};
+
+    fn against(oracle: Option<&dyn Runner<RmsNormOp>>) -> Outcome {
+        let context = Context {
+            seed: 7,
+            only: None,
+            random_cases: 4,
+            golden: PathBuf::new(),
+            stop_at_first: false,
+            again: String::new(),
+        };
+        gate::<RmsNormOp>(oracle, &OnBackend::new(Reference::<f64>::new), &context)
+    }
+
+    #[test]
+    fn an_oracle_that_agrees_is_green_one_that_does_not_is_red_and_none_is_not_a_pass() {
+        assert_eq!(against(Some(&Naive { twist: None })).status, Status::Pass);
+        for twist in ["eps-outside-root", "backward-mean-sign", "dc-dropped"] {
+            assert_eq!(against(Some(&Naive { twist: Some(twist) })).status, Status::Fail, "{twist}");
+        }
+        assert_eq!(against(None).status, Status::NotRun);
+    }
+}
