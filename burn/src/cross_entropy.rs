@@ -60,9 +60,9 @@ impl<B: Backend> CrossEntropy for Burn<B> {
         let count = kept.iter().sum::<f64>();
         let denominator = config.denominator.map_or(count, |n| n as f64);
         let factor = if denominator == 0.0 { 0.0 } else { denominator.recip() };
-        let kept = self.from_host(kept);
+        let kept = self.tensor_of(kept);
         let outputs = vec![("loss", vec![1]), ("nll", targets.shape().to_vec())];
-        let zero = self.from_host(vec![0.0]);
+        let zero = self.tensor_of(vec![0.0]);
         let (mut out, tape) = Tape::run(self, OP, vec![("logits", logits)], vec![], outputs, move |leaves| {
             if n == 0 {
                 return vec![Tensor::from_inner(zero.clone()), leaves.get("logits", [0])];

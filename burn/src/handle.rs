@@ -77,7 +77,7 @@ impl<B: Backend> Default for Burn<B> {
 
 /// Everything of a flat tensor from `start` on, `len` elements.
 fn part<B: Backend>(all: &Tensor<B, 1>, start: usize, len: usize) -> Tensor<B, 1> {
-    if start == 0 && len == all.dims()[0] { all.clone() } else { all.clone().slice([start..start + len]) }
+    if start == 0 && len == all.dims()[0] { all.clone() } else { all.clone().slice(start..start + len) }
 }
 
 impl<B: Backend> Burn<B> {
@@ -87,12 +87,12 @@ impl<B: Backend> Burn<B> {
     }
 
     /// Real numbers of the host as a flat tensor in the backend's own type, whatever default type the device has.
-    pub(crate) fn from_host(&self, values: Vec<f64>) -> Tensor<B, 1> {
+    pub(crate) fn tensor_of(&self, values: Vec<f64>) -> Tensor<B, 1> {
         let len = values.len();
         Tensor::from_data(TensorData::new(values, [len]), (&self.device, B::FloatElem::dtype()))
     }
 
-    fn integers_from_host(&self, values: Vec<i64>) -> Tensor<B, 1, Int> {
+    fn integers_of(&self, values: Vec<i64>) -> Tensor<B, 1, Int> {
         let len = values.len();
         Tensor::from_data(TensorData::new(values, [len]), (&self.device, B::IntElem::dtype()))
     }
@@ -115,7 +115,7 @@ impl<B: Backend> Burn<B> {
     ) -> Result<Tensor<B, 1, Int>> {
         self.check_life(op, arg, tensor)?;
         match &*tensor.buffer {
-            Buffer::Integer(cell, _) => Ok(cell.borrow().clone().slice([tensor.start..tensor.start + tensor.len()])),
+            Buffer::Integer(cell, _) => Ok(cell.borrow().clone().slice(tensor.start..tensor.start + tensor.len())),
             Buffer::Float(_) => Err(self.wrong_storage(op, arg, "u8 or u32".to_owned(), tensor)),
         }
     }
@@ -154,7 +154,7 @@ impl<B: Backend> Burn<B> {
         match &*tensor.buffer {
             Buffer::Float(cell) => {
                 let all = cell.borrow().clone();
-                cell.replace(all.slice_assign([tensor.start..tensor.start + tensor.len()], values));
+                cell.replace(all.slice_assign(tensor.start..tensor.start + tensor.len(), values));
                 Ok(())
             }
             Buffer::Integer(..) => Err(self.wrong_storage(op, arg, self.float().to_string(), tensor)),
@@ -175,8 +175,8 @@ impl<B: Backend> Burn<B> {
         match &*tensor.buffer {
             Buffer::Integer(cell, _) => {
                 let all = cell.borrow().clone();
-                let values = self.integers_from_host(values);
-                cell.replace(all.slice_assign([tensor.start..tensor.start + tensor.len()], values));
+                let values = self.integers_of(values);
+                cell.replace(all.slice_assign(tensor.start..tensor.start + tensor.len(), values));
                 Ok(())
             }
             Buffer::Float(_) => Err(self.wrong_storage(op, arg, "u32".to_owned(), tensor)),
@@ -216,8 +216,8 @@ impl<B: Backend> Burn<B> {
     fn allocate(&self, op: &'static str, shape: &[usize], dtype: DType, life: Life) -> Result<Handle<B>> {
         let len = shape.iter().product();
         let buffer = match dtype {
-            DType::U32 | DType::U8 => Buffer::Integer(RefCell::new(self.integers_from_host(vec![0; len])), dtype),
-            float if float == self.float() => Buffer::Float(RefCell::new(self.from_host(vec![0.0; len]))),
+            DType::U32 | DType::U8 => Buffer::Integer(RefCell::new(self.integers_of(vec![0; len])), dtype),
+            float if float == self.float() => Buffer::Float(RefCell::new(self.tensor_of(vec![0.0; len]))),
             got => {
                 let expected = format!("{}, u32 or u8 on {}", self.float(), self.name());
                 return Err(Error::Storage { op, arg: "dtype", expected, got });
@@ -282,7 +282,7 @@ impl<B: Backend> Tensors for Burn<B> {
         match &*into.buffer {
             Buffer::Float(cell) => {
                 let all = cell.borrow().clone();
-                cell.replace(all.slice_assign([range], self.from_host(values.iter().copied().collect())));
+                cell.replace(all.slice_assign(range, self.tensor_of(values.iter().copied().collect())));
             }
             Buffer::Integer(cell, dtype) => {
                 let max = if *dtype == DType::U8 { f64::from(u8::MAX) } else { f64::from(u32::MAX) };
@@ -293,7 +293,7 @@ impl<B: Backend> Tensors for Burn<B> {
                 }
                 let all = cell.borrow().clone();
                 let whole = values.iter().map(|&v| v as i64).collect();
-                cell.replace(all.slice_assign([range], self.integers_from_host(whole)));
+                cell.replace(all.slice_assign(range, self.integers_of(whole)));
             }
         }
         Ok(())
@@ -311,11 +311,11 @@ impl<B: Backend> Tensors for Burn<B> {
         match &*tensor.buffer {
             Buffer::Float(cell) => {
                 let all = cell.borrow().clone();
-                cell.replace(all.slice_assign([range], self.from_host(vec![value; tensor.len()])));
+                cell.replace(all.slice_assign(range, self.tensor_of(vec![value; tensor.len()])));
             }
             Buffer::Integer(cell, _) => {
                 let all = cell.borrow().clone();
-                cell.replace(all.slice_assign([range], self.integers_from_host(vec![value as i64; tensor.len()])));
+                cell.replace(all.slice_assign(range, self.integers_of(vec![value as i64; tensor.len()])));
             }
         }
         Ok(())

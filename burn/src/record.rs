@@ -20,7 +20,7 @@ impl<B: Backend> Record for Burn<B> {
             parts.push(if self.dtype(value).is_float() {
                 self.read(OP, "values", value)?
             } else {
-                self.from_host(self.peek(OP, "values", value)?)
+                self.tensor_of(self.peek(OP, "values", value)?)
             });
         }
         let all = Tensor::cat(parts, 0);

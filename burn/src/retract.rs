@@ -28,7 +28,7 @@ impl<B: Backend> Retract for Burn<B> {
             return Err(Error::Shape { op: OP, arg: "factor", expected, got });
         }
         let spread = retract(self, OP, config, factor, shape, apply)?;
-        Ok(Outputs { spread: self.scratch_of(self.from_host(vec![spread]), &[1]) })
+        Ok(Outputs { spread: self.scratch_of(self.tensor_of(vec![spread]), &[1]) })
     }
 }
 

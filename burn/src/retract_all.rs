@@ -24,6 +24,6 @@ impl<B: Backend> RetractAll for Burn<B> {
             spreads.push(crate::retract::retract(self, OP, &each, &stack, factor.shape, apply)?);
         }
         let count = [spreads.len()];
-        Ok(Outputs { spreads: self.scratch_of(self.from_host(spreads), &count) })
+        Ok(Outputs { spreads: self.scratch_of(self.tensor_of(spreads), &count) })
     }
 }

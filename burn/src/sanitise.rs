@@ -65,7 +65,7 @@ impl<B: Backend> Sanitise for Burn<B> {
             if closes { 1 } else { latched },
         ];
         self.write_integers(OP, "counters", counters, after)?;
-        let one = |x: f64| self.scratch_of(self.from_host(vec![x]), &[1]);
+        let one = |x: f64| self.scratch_of(self.tensor_of(vec![x]), &[1]);
         Ok(Outputs { norm: one(total), nonfinite: one(bad), scale: one(scale), apply: one(apply as f64) })
     }
 }

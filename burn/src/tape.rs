@@ -75,7 +75,7 @@ impl<B: Backend> Tape<B> {
         let tape = Self { leaves, inputs: count, outputs, equation: Box::new(equation) };
         let untracked = tape.leaves.iter().map(|(name, x, _)| (*name, Tensor::from_inner(x.clone()))).collect();
         let results = if tape.is_empty() {
-            tape.outputs.iter().map(|_| b.from_host(Vec::new())).collect()
+            tape.outputs.iter().map(|_| b.tensor_of(Vec::new())).collect()
         } else {
             (tape.equation)(&Leaves(untracked)).into_iter().map(Tensor::inner).collect::<Vec<_>>()
         };
@@ -140,7 +140,7 @@ impl<B: Backend> Tape<B> {
 
     /// The derivative of sum <weight, output> with respect to every leaf.
     fn gradients(&self, b: &Burn<B>, weights: &[(&'static str, Tensor<B, 1>)]) -> Vec<Tensor<B, 1>> {
-        let zeros = |len: usize| b.from_host(vec![0.0; len]);
+        let zeros = |len: usize| b.tensor_of(vec![0.0; len]);
         if self.is_empty() || weights.is_empty() {
             return self.leaves.iter().map(|(_, x, _)| zeros(x.dims()[0])).collect();
         }
@@ -166,4 +166,71 @@ fn same_shape<B: Backend>(op: &'static str, arg: &'static str, tensor: &Handle<B
         return Ok(());
     }
     Err(Error::Shape { op, arg, expected: format!("{shape:?}"), got: tensor.shape().to_vec() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Cpu64;
+    use dormouse_reference::Tensors;
+    use dormouse_reference::linear::{Config, Inputs, Linear, Outputs, Params};
+    use dormouse_reference::{Precision, Result};
+    use ndarray::{ArrayD, array};
+
+    const FULL: Config = Config { precision: Precision::Full };
+
+    fn tensor(b: &Cpu64, values: ArrayD<f64>) -> Result<Handle<burn_ndarray::NdArray<f64>>> {
+        let tensor = b.persistent(values.shape(), b.float())?;
+        b.upload(values.view(), &tensor)?;
+        Ok(tensor)
+    }
+
+    #[test]
+    fn a_tape_gives_its_gradients_as_often_as_it_is_asked_and_adds_those_of_parameters() -> Result<()> {
+        let b = Cpu64::new();
+        let x = tensor(&b, array![[1.0, 2.0]].into_dyn())?;
+        let weight = tensor(&b, array![[3.0], [4.0]].into_dyn())?;
+        let (outputs, tape) = Linear::forward(&b, &FULL, Inputs { x: &x }, Params { weight: &weight, bias: None })?;
+        assert_eq!(b.download(&outputs.y)?, array![[11.0]].into_dyn());
+        let dy = tensor(&b, array![[2.0]].into_dyn())?;
+        let into = tensor(&b, array![[100.0], [100.0]].into_dyn())?;
+        for times in 1..=2 {
+            // What went in may change afterwards; the tape has its own values.
+            b.fill(&weight, 0.0)?;
+            let grads =
+                Linear::backward(&b, &FULL, &tape, Outputs { y: &dy }, Some(&x), Params { weight: &into, bias: None })?;
+            assert_eq!(b.download(&grads.dx)?, array![[7.0, 10.0]].into_dyn());
+            let sum = 100.0 + 2.0 * f64::from(times);
+            assert_eq!(b.download(&into)?, array![[sum], [2.0 * sum - 100.0]].into_dyn());
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn arguments_that_do_not_fit_are_named() -> Result<()> {
+        let b = Cpu64::new();
+        let x = tensor(&b, array![[1.0, 2.0]].into_dyn())?;
+        let square = tensor(&b, array![[3.0, 1.0], [4.0, 1.0]].into_dyn())?;
+        let params = || Params { weight: &square, bias: None };
+        let refused = Linear::forward(&b, &FULL, Inputs { x: &x }, Params { weight: &x, bias: None });
+        assert_eq!(
+            refused.err().map(|error| error.to_string()).unwrap_or_default(),
+            "linear::forward: `weight` is [1, 2], expected [I, O] = [2, any] (I from `x`)"
+        );
+        let (_, tape) = Linear::forward(&b, &FULL, Inputs { x: &x }, params())?;
+        let backward =
+            |dy, into| Linear::backward(&b, &FULL, &tape, Outputs { y: dy }, None, into).err().map(|e| e.to_string());
+        assert_eq!(backward(&square, params()).unwrap_or_default(), "linear::backward: `y` is [2, 2], expected [1, 2]");
+        let with_bias = Params { weight: &square, bias: Some(&x) };
+        assert_eq!(
+            backward(&x, with_bias).unwrap_or_default(),
+            "linear::backward: `bias` is present, expected it absent because the parameter is"
+        );
+        let tf32 = Config { precision: Precision::Tf32 };
+        assert!(matches!(
+            Linear::forward(&b, &tf32, Inputs { x: &x }, params()).err(),
+            Some(Error::Config { field: "precision", .. })
+        ));
+        Ok(())
+    }
 }
