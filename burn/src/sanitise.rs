@@ -38,7 +38,7 @@ impl<B: Backend> Sanitise for Burn<B> {
         // Relative to the largest element no square leaves the range of the type. A norm of norms is the norm of all.
         let mut norms = Vec::new();
         for range in config.clip.iter().filter(|range| !range.is_empty()) {
-            let part = g.clone().slice([range.clone()]);
+            let part = g.clone().slice(range.clone());
             let part = part.clone().mask_fill(part.is_finite().bool_not(), 0.0);
             let largest = number(part.clone().abs().max());
             norms.push(if largest == 0.0 { 0.0 } else { largest * norm(part.div_scalar(largest)) });
