@@ -11,15 +11,17 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context as _, Result, bail};
 use clap::Parser;
-use dormouse_harness::description::{Gate, OperationOn};
+use dormouse_harness::description::{Gate, Operation, OperationOn};
 use dormouse_harness::gates::bite::{caught_by, with_mutant};
 use dormouse_harness::gates::{Context, Outcome, Report, Status, ladder};
 use dormouse_harness::ops::{Visitor, visit_all};
-use dormouse_harness::runner::{OnBackend, plants};
+use dormouse_harness::runner::{OnBackend, Runner, plants};
 use dormouse_reference::{Dual, Reference};
 
 #[cfg(feature = "devices")]
 mod devices;
+#[cfg(feature = "oracle")]
+mod oracle;
 
 /// Backends that `--require` knows.
 #[cfg(feature = "devices")]
@@ -47,7 +49,7 @@ const REFUSED: &str = "no-cuda";
 struct Args {
     /// Stems of operations; none means all of them.
     stems: Vec<String>,
-    /// Run only this gate (fd, adj, form, diff, meta, det, golden, bite; devices: diff, meta, poison, det, bite); repeatable.
+    /// Run only this gate (fd, adj, form, oracle, diff, meta, det, golden, bite; devices: diff, meta, poison, det, bite); repeatable.
     #[arg(long)]
     only: Vec<String>,
     /// Run only table cases whose name contains this.
@@ -314,9 +316,10 @@ fn sanitize(args: &Args, tool: &str, all: &[&str]) -> Result<ExitCode> {
 fn summary(args: &Args, context: &Context, reports: &[Report]) -> ExitCode {
     let count = |status: Status| reports.iter().filter(|r| r.outcome.status == status).count();
     let not_run: Vec<&Report> = reports.iter().filter(|r| r.outcome.status == Status::NotRun).collect();
-    // Golden values are other people's; a missing file is not a missing device.
+    // Golden values and oracles are other people's; a missing one is not a missing device.
     let required = |report: &&&Report| args.require.iter().any(|word| word == backend_word(report));
-    let missing: Vec<_> = not_run.iter().filter(required).filter(|r| r.gate != Gate::Golden).collect();
+    let missing: Vec<_> =
+        not_run.iter().filter(required).filter(|r| !matches!(r.gate, Gate::Golden | Gate::Oracle)).collect();
     let absent = args.require.iter().find(|word| !reports.iter().any(|r| backend_word(r) == word.as_str()));
     if let Some(first) = missing.first() {
         let (stem, gate, backend) = (first.stem, first.gate.word(), backend_word(first));
@@ -418,6 +421,10 @@ impl Visitor for Walk<'_> {
             for plant in plants::<O>() {
                 println!("{}\t{}\t{}\tcpu", O::STEM, plant.name(), caught_by(&plant).word());
             }
+            #[cfg(feature = "oracle")]
+            if O::STEM == oracle::Misread::STEM {
+                println!("{}\t{}\t{}\tcpu", O::STEM, oracle::MISREAD, Gate::Oracle.word());
+            }
             #[cfg(feature = "devices")]
             for mutant in devices::mutants(O::STEM) {
                 let gate = if mutant.is_null() { "none" } else { mutant.gate };
@@ -426,10 +433,17 @@ impl Visitor for Walk<'_> {
             return;
         }
         let runner = OnBackend::new(Reference::<f64>::new);
+        let oracle = oracle_of::<O>();
         if let Some(name) = &self.args.mutant {
             #[cfg(feature = "devices")]
             if devices::mutants(O::STEM).iter().any(|mutant| mutant.name == name) {
                 self.planted = true;
+            }
+            #[cfg(feature = "oracle")]
+            if name == oracle::MISREAD && O::STEM == oracle::Misread::STEM {
+                self.planted = true;
+                self.misread();
+                return;
             }
             let Some(plant) = plants::<O>().into_iter().find(|p| p.name() == *name) else { return };
             self.planted = true;
@@ -438,7 +452,7 @@ impl Visitor for Walk<'_> {
             }
             for &gate in self.gates.iter().filter(|g| !matches!(g, Gate::Bite | Gate::Poison)) {
                 let start = std::time::Instant::now();
-                let outcome = with_mutant::<O>(&plant, gate, &runner, self.context);
+                let outcome = with_mutant::<O>(&plant, gate, &runner, oracle.as_deref(), self.context);
                 self.note(Report {
                     stem: O::STEM,
                     gate,
@@ -451,7 +465,7 @@ impl Visitor for Walk<'_> {
         }
         let first = self.reports.len();
         for &gate in self.gates.iter().filter(|g| **g != Gate::Poison) {
-            for report in ladder::<O>(&runner, "reference", &[gate], self.context) {
+            for report in ladder::<O>(&runner, oracle.as_deref(), "reference", &[gate], self.context) {
                 self.note(report);
             }
         }
@@ -461,7 +475,26 @@ impl Visitor for Walk<'_> {
     }
 }
 
+/// The oracle of an operation, where this build has one.
+fn oracle_of<O: Operation>() -> Option<Box<dyn Runner<O>>> {
+    #[cfg(feature = "oracle")]
+    return oracle::of::<O>();
+    #[cfg(not(feature = "oracle"))]
+    None
+}
+
 impl Walk<'_> {
+    /// The ladder of the formula that somebody misread everywhere alike; gate `bite` has nothing to plant in it.
+    #[cfg(feature = "oracle")]
+    fn misread(&mut self) {
+        let runner = OnBackend::new(Reference::<f64>::new);
+        let backend = format!("cpu mutant {}", oracle::MISREAD);
+        for &gate in self.gates.iter().filter(|g| !matches!(g, Gate::Bite | Gate::Poison)) {
+            let reports = ladder::<oracle::Misread>(&runner, Some(&oracle::Right), &backend, &[gate], self.context);
+            reports.into_iter().for_each(|report| self.note(report));
+        }
+    }
+
     /// The table's head: operations by gates, or the gates of one operation.
     fn head(&self) {
         if !self.matrix {

@@ -126,6 +126,8 @@ pub enum Gate {
     Poison,
     /// The same bits twice, and on any number of threads.
     Det,
+    /// An implementation whose gradients another library's autodiff makes.
+    Oracle,
     /// Values from other people's implementations.
     Golden,
     /// Every planted fault turns its gate red.
@@ -134,8 +136,8 @@ pub enum Gate {
 
 impl Gate {
     /// The gates of the reference, in ladder order.
-    pub const ALL: [Gate; 8] =
-        [Gate::Fd, Gate::Adj, Gate::Form, Gate::Diff, Gate::Meta, Gate::Det, Gate::Golden, Gate::Bite];
+    pub const ALL: [Gate; 9] =
+        [Gate::Fd, Gate::Adj, Gate::Form, Gate::Oracle, Gate::Diff, Gate::Meta, Gate::Det, Gate::Golden, Gate::Bite];
 
     /// The gates of a device, in ladder order.
     pub const DEVICE: [Gate; 5] = [Gate::Diff, Gate::Meta, Gate::Poison, Gate::Det, Gate::Bite];
@@ -150,6 +152,7 @@ impl Gate {
             Gate::Meta => "meta",
             Gate::Poison => "poison",
             Gate::Det => "det",
+            Gate::Oracle => "oracle",
             Gate::Golden => "golden",
             Gate::Bite => "bite",
         }

@@ -5,7 +5,7 @@
 //! | [`description`] | what an operation says about itself |
 //! | [`ops`] | the descriptions, one per stem |
 //! | [`runner`] | whatever answers a case: a backend, the plain second form, one with a fault planted |
-//! | [`gates`] | `fd`, `adj`, `form`, `diff`, `meta`, `det`, `golden`, `bite` |
+//! | [`gates`] | `fd`, `adj`, `form`, `oracle`, `diff`, `meta`, `det`, `golden`, `bite` |
 //! | [`compare`] | the comparator, which is itself under test |
 //! | [`tolerance`] | the tolerances and where they come from |
 //! | [`draw`] | random inputs and value families |

@@ -491,6 +491,14 @@ fn spectral<R: Engine>(draw: &mut Draw<'_, R>, s: &Sizes) -> Result<Operation<R>
         precisions: PRODUCTS,
         flops: 6.0 * (s.rows() * 2 * width * rank) as f64,
         state: from_zero(into.as_ref().named()),
-        call: call!(Spectral, |precision| spectral::Config { precision, format: FactorFormat::F32 }, inputs, upstream, params, into, Some(&plus)),
+        call: call!(
+            Spectral,
+            |precision| spectral::Config { precision, format: FactorFormat::F32 },
+            inputs,
+            upstream,
+            params,
+            into,
+            Some(&plus)
+        ),
     })
 }

@@ -22,18 +22,24 @@ pub fn caught_by(plant: &Plant) -> Gate {
 }
 
 /// Runs one gate of the ladder with a mutant planted.
-pub fn with_mutant<O>(plant: &Plant, gate: Gate, runner: &dyn Runner<O>, context: &Context) -> Outcome
+pub fn with_mutant<O>(
+    plant: &Plant,
+    gate: Gate,
+    runner: &dyn Runner<O>,
+    oracle: Option<&dyn Runner<O>>,
+    context: &Context,
+) -> Outcome
 where
     O: OperationOn<Reference<f64>> + OperationOn<Reference<f32>> + OperationOn<Reference<Dual>>,
 {
     match plant {
-        Plant::Twist(mutant) => run_gate::<O>(gate, &Naive { twist: Some(mutant.twist) }, context),
-        fault => run_gate::<O>(gate, &Faulty::new(runner, fault.clone()), context),
+        Plant::Twist(mutant) => run_gate::<O>(gate, &Naive { twist: Some(mutant.twist) }, oracle, context),
+        fault => run_gate::<O>(gate, &Faulty::new(runner, fault.clone()), oracle, context),
     }
 }
 
 /// Runs the gate.
-pub fn gate<O>(runner: &dyn Runner<O>, context: &Context) -> Outcome
+pub fn gate<O>(runner: &dyn Runner<O>, oracle: Option<&dyn Runner<O>>, context: &Context) -> Outcome
 where
     O: OperationOn<Reference<f64>> + OperationOn<Reference<f32>> + OperationOn<Reference<Dual>>,
 {
@@ -42,14 +48,24 @@ where
     let mut survivors = Vec::new();
     for plant in &plants {
         let gate = caught_by(plant);
-        let outcome = with_mutant::<O>(plant, gate, runner, &context);
+        let outcome = with_mutant::<O>(plant, gate, runner, oracle, &context);
         if outcome.status != Status::Fail {
             survivors.push(format!("{} survives {}", plant.name(), gate.word()));
         }
     }
+    // Gate `oracle` has no faults of its own name: every output and gradient that is one percent off must turn it red.
+    let slight = |plant: &&Plant| matches!(plant, Plant::Output(_, Fault::Scaled) | Plant::Grad(_, Fault::Scaled));
+    let mut seen_by_oracle = 0;
+    for plant in plants.iter().filter(slight).filter(|_| oracle.is_some()) {
+        seen_by_oracle += 1;
+        let outcome = with_mutant::<O>(plant, Gate::Oracle, runner, oracle, &context);
+        if outcome.status != Status::Fail {
+            survivors.push(format!("{} survives {}", plant.name(), Gate::Oracle.word()));
+        }
+    }
     let mutants = O::mutants();
     for gate in Gate::ALL.into_iter().filter(|gate| mutants.iter().any(|m| m.caught_by == *gate)) {
-        let outcome = run_gate::<O>(gate, &Naive { twist: None }, &context);
+        let outcome = run_gate::<O>(gate, &Naive { twist: None }, oracle, &context);
         if outcome.status != Status::Pass {
             survivors.push(format!("the null mutant is red on {}: {}", gate.word(), outcome.reason));
         }
@@ -57,7 +73,7 @@ where
     // Whatever other gates see, the golden file must see by itself.
     let (planted, missed) = golden::bite::<O>(runner, &context);
     survivors.extend(missed);
-    let cases = plants.len() + planted;
+    let cases = plants.len() + seen_by_oracle + planted;
     if survivors.is_empty() {
         return Outcome { status: Status::Pass, cases, worst: 0.0, reason: String::new() };
     }

@@ -24,6 +24,7 @@ pub mod fd;
 pub mod form;
 pub mod golden;
 pub mod meta;
+pub mod oracle;
 pub mod poison;
 
 /// Everything a gate needs besides the runner.
@@ -390,7 +391,7 @@ pub fn exercise<O: Operation>(runner: &dyn Runner<O>, cases: &[Case<O::Config>])
 }
 
 /// Runs one gate on an operation.
-fn run_gate<O>(gate: Gate, runner: &dyn Runner<O>, context: &Context) -> Outcome
+fn run_gate<O>(gate: Gate, runner: &dyn Runner<O>, oracle: Option<&dyn Runner<O>>, context: &Context) -> Outcome
 where
     O: OperationOn<Reference<f64>> + OperationOn<Reference<f32>> + OperationOn<Reference<Dual>>,
 {
@@ -402,13 +403,20 @@ where
         Gate::Meta => meta::gate::<O>(runner, context),
         Gate::Poison => Outcome::not_applicable("the reference owns its memory"),
         Gate::Det => det::gate::<O>(runner, context),
+        Gate::Oracle => oracle::gate::<O>(oracle, runner, context),
         Gate::Golden => golden::gate::<O>(runner, context),
-        Gate::Bite => bite::gate::<O>(runner, context),
+        Gate::Bite => bite::gate::<O>(runner, oracle, context),
     }
 }
 
-/// Runs the chosen gates of one operation in ladder order.
-pub fn ladder<O>(runner: &dyn Runner<O>, backend: &str, gates: &[Gate], context: &Context) -> Vec<Report>
+/// Runs the chosen gates of one operation in ladder order; without an oracle its gate does not run.
+pub fn ladder<O>(
+    runner: &dyn Runner<O>,
+    oracle: Option<&dyn Runner<O>>,
+    backend: &str,
+    gates: &[Gate],
+    context: &Context,
+) -> Vec<Report>
 where
     O: OperationOn<Reference<f64>> + OperationOn<Reference<f32>> + OperationOn<Reference<Dual>>,
 {
@@ -416,7 +424,7 @@ where
         .iter()
         .map(|&gate| {
             let start = Instant::now();
-            let outcome = run_gate::<O>(gate, runner, context);
+            let outcome = run_gate::<O>(gate, runner, oracle, context);
             Report { stem: O::STEM, gate, backend: backend.to_owned(), outcome, time: start.elapsed() }
         })
         .collect()
