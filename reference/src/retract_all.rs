@@ -1,8 +1,8 @@
 //! `retract_all`: brings every spectral factor of a flat buffer back to orthonormal columns, in place, in one call.
 //!
-//! What happens to a factor is what [`retract`](crate::retract) says, its bounds and what lies beyond them included.
+//! What happens to a factor is what [`retract`] says, its bounds and what lies beyond them included.
 //! This is arm `batched` of the retraction: the table says where the factors are, factors with matrices of one shape are
-//! a class, and a device runs a class at once. Calling [`retract`](crate::retract) factor by factor is arm `single`. On
+//! a class, and a device runs a class at once. Calling [`retract`] factor by factor is arm `single`. On
 //! the reference both do the same work and give the same bits.
 //!
 //! With `apply` = 0 nothing is written, and neither is an element outside every factor.
