@@ -386,6 +386,11 @@ pub fn cuda() -> Result<(), String> {
     Cuda::available().map_err(|why| why.to_string())
 }
 
+/// The operations that have kernels.
+pub fn with_kernels() -> Vec<&'static str> {
+    operations!(exercise_smaller, Cuda, fn(&Client<Cuda>) -> Result<usize, String>).map(|(stem, _)| stem).to_vec()
+}
+
 /// Runs the smaller cases of an operation once on CUDA and compares nothing: gives how many there were.
 pub fn exercise_on_cuda(stem: &str) -> Result<usize, String> {
     let client = Cuda::open().map_err(|why| why.to_string())?;
@@ -399,7 +404,8 @@ where
     R: Engine,
     O: OperationOn<Device<R>> + OperationOn<Reference<f64>>,
 {
-    exercise_in_every_setting::<R, O>(client, &O::cases())
+    let cases: Vec<_> = O::cases().into_iter().filter(O::on_devices).collect();
+    exercise_in_every_setting::<R, O>(client, &cases)
 }
 
 fn exercise_smaller<R, O>(client: &Client<R>) -> Result<usize, String>
@@ -413,7 +419,7 @@ where
 /// The smaller half of the cases that launch anything.
 fn smaller_half<O: Operation>() -> Vec<Case<O::Config>> {
     let mut cases = O::cases();
-    cases.retain(|case| case.dims.iter().all(|(_, size)| *size > 0));
+    cases.retain(|case| O::on_devices(case) && case.dims.iter().all(|(_, size)| *size > 0));
     let elements = |case: &Case<O::Config>| -> usize {
         O::tensors().iter().map(|spec| case.shape(spec).iter().product::<usize>()).sum()
     };

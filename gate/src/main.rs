@@ -290,7 +290,12 @@ fn sanitize(args: &Args, tool: &str, all: &[&str]) -> Result<ExitCode> {
     };
     let program = std::env::current_exe().context("this program cannot find itself")?;
     let (mut passed, mut failed) = (0, 0);
+    let with_kernels = devices::with_kernels();
     for stem in all.iter().filter(|stem| args.stems.is_empty() || args.stems.iter().any(|s| s == *stem)) {
+        if !with_kernels.contains(stem) {
+            println!("{stem:<16} {tool:<9} {:>6} {:>8}  NOTRUN: there are no kernels of it", 0, "");
+            continue;
+        }
         let start = std::time::Instant::now();
         let verdict = run(&sanitizer, tool, &program, stem)?;
         let seconds = start.elapsed().as_secs_f64();

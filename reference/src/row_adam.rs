@@ -1,6 +1,6 @@
 //! `row_adam`: Adam on the rows that a batch has touched, in place.
 //!
-//! For every row i that occurs in `rows`, once, with g = scale * grads[i]:
+//! For every row i that occurs in `rows`, once, with g = scale * `grads[i]`:
 //!
 //! ```text
 //! n_i   <- n_i + 1

@@ -40,7 +40,7 @@
 //!   gradient of the gates that it still stands in for: none if both are present. Equal gates, b = w = beta, give the bits
 //!   of KDA in everything but dbeta, which is the sum of db and dw.
 //! - **Sequences of any length.** With `cu_seqlens` in `[N + 1]`, whole numbers, B is 1 and sequence n holds the tokens
-//!   cu_seqlens[n] .. cu_seqlens[n + 1]; it may be empty. The states are `[N, HV, K, V]`. Every sequence has the bits of
+//!   `cu_seqlens[n] .. cu_seqlens[n + 1]`; it may be empty. The states are `[N, HV, K, V]`. Every sequence has the bits of
 //!   a call of its own.
 //!
 //! Domain: g <= 0, minus infinity included (it clears the channel, and its gradient is zero). 0 <= beta |k|^2 <= 2
