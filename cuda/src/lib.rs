@@ -48,6 +48,7 @@ mod sigmoid;
 mod spectral;
 mod sum;
 mod tensor;
+mod unported;
 mod words;
 
 pub use arm::{Arm, Kernels, Mutant, catalogue};

@@ -1,4 +1,4 @@
-//! [`Backend`]: the sum of all operations that devices have; [`WholeBackend`]: of all operations.
+//! [`Backend`]: the sum of all operations.
 
 use crate::adamw::Adamw;
 use crate::blend::Blend;
@@ -30,25 +30,17 @@ use crate::short_conv::ShortConv;
 use crate::spectral::Spectral;
 
 macro_rules! backend {
-    ($(#[$meta:meta])* $name:ident: $first:ident $($operation:ident)*) => {
-        $(#[$meta])*
-        pub trait $name: $first $(+ $operation)* {}
+    ($($operation:ident)*) => {
+        /// Every operation a model and its optimiser need. Whoever implements them all is a backend.
+        ///
+        /// A device that has no kernels of an operation yet implements it by refusing: `Error::NoKernels`.
+        pub trait Backend: $($operation +)* {}
 
-        impl<B: $first $(+ $operation)*> $name for B {}
+        impl<B: $($operation +)*> Backend for B {}
     };
 }
 
 backend! {
-    /// Every operation a model and its optimiser need. Whoever implements them all is a backend.
-    Backend:
-    Adamw Blend Controller CrossEntropy DecayGate Embedding Expert GatedRmsNorm Kda L2Norm Linear Record Residual
-    Retract RmsNorm Sanitise ShortConv Spectral
-}
-
-backend! {
-    /// What the whole model and its optimiser need: [`Backend`], and the operations that have no kernels on devices yet.
-    /// Once they have, this becomes [`Backend`].
-    WholeBackend:
-    Backend
-    Ema Engram EngramHash Jepa Koleo LayerNorm MaskVector Muon RetractAll RowAdam
+    Adamw Blend Controller CrossEntropy DecayGate Ema Embedding Engram EngramHash Expert GatedRmsNorm Jepa Kda Koleo
+    L2Norm LayerNorm Linear MaskVector Muon Record Residual Retract RetractAll RmsNorm RowAdam Sanitise ShortConv Spectral
 }

@@ -62,7 +62,7 @@ pub mod short_conv;
 pub mod spectral;
 pub mod tensor;
 
-pub use backend::{Backend, WholeBackend};
+pub use backend::Backend;
 pub use checked::Checked;
 pub use cpu::{Reference, Tensor};
 pub use dims::Dims;

@@ -103,7 +103,7 @@ pub fn build(config: &Config) -> Result<Box<dyn Learner>> {
         Backend::Cpu | Backend::Auto => {
             let b = Reference::<f32>::new();
             let facts = Facts::new(&config.run, b.describe(), &[]);
-            Ok(Box::new(ModelLearner::whole(b, config)?.with_facts(facts)))
+            Ok(Box::new(ModelLearner::new(b, config)?.with_facts(facts)))
         }
     }
 }

@@ -12,13 +12,8 @@ use std::cell::RefCell;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use anyhow::{Context, Result, bail, ensure};
-use dormouse_reference::adamw::{self, Adamw};
 use dormouse_reference::muon;
-use dormouse_reference::record::Record;
-use dormouse_reference::retract::{self, Retract};
-use dormouse_reference::retract_all;
-use dormouse_reference::sanitise::{self, Sanitise};
-use dormouse_reference::{Backend, DType, Error, StepKey, WholeBackend};
+use dormouse_reference::{Backend, DType, Error, StepKey};
 use nalgebra::DMatrix;
 use ndarray::{Array2, ArrayD, ArrayView1, IxDyn, arr1};
 use rand::RngExt;
@@ -31,7 +26,7 @@ use crate::instruments::{Ask, Asked, Engagement, Witness};
 use crate::model::{self, Ablation, Carry, Group, Model, Table, VOCABULARY};
 use crate::rng::{Purpose, stream};
 use crate::train::{Drift, Latch, Learner, Parameter, StepRecord};
-use update::{MuonPart, Own, WholeUpdate};
+use update::MuonPart;
 
 /// Steps whose records the device holds until the host asks for them.
 const RING_STEPS: usize = 64;
@@ -56,8 +51,8 @@ pub struct ModelLearner<B: Backend> {
     /// What steps so far asked of the operations.
     asked: RefCell<Asked>,
     model: Model<B>,
-    /// The operations that not every backend has.
-    whole: Option<Box<dyn WholeUpdate<B>>>,
+    /// Whether retraction takes all factors at once; else one after another.
+    retracts_batched: bool,
     /// Muon, where the run has it. Its momentum lies in `m`, at the places of its parameters.
     muon: Option<MuonPart<B>>,
     m: B::Tensor,
@@ -92,29 +87,14 @@ pub struct ModelLearner<B: Backend> {
 const RECORD_TAIL: usize = 4;
 
 impl<B: Backend + Witness> ModelLearner<B> {
-    /// A learner with the initial weights of the run's seed, on a backend that has all operations.
+    /// A learner with the initial weights of the run's seed.
     ///
     /// # Errors
-    /// Whatever the backend says.
-    pub fn whole(b: B, config: &Config) -> Result<Self>
-    where
-        B: WholeBackend,
-    {
-        Self::with(b, config, Some(Box::new(Own)))
-    }
-
-    /// A learner with the initial weights of the run's seed. Retraction goes factor by factor.
-    ///
-    /// # Errors
-    /// The configuration wants an operation that not every backend has; whatever the backend says.
+    /// The configuration wants an operation that the backend has no kernels of; whatever the backend says.
     pub fn new(b: B, config: &Config) -> Result<Self> {
-        Self::with(b, config, None)
-    }
-
-    fn with(b: B, config: &Config, whole: Option<Box<dyn WholeUpdate<B>>>) -> Result<Self> {
         let o = &config.optimizer;
         ensure!(
-            o.rule == Rule::Adamw || whole.is_some(),
+            o.rule == Rule::Adamw || b.has("muon"),
             "optimizer.rule is muon, and {} has no kernels of it; give --backend cpu, or --set optimizer.rule=adamw",
             b.name()
         );
@@ -168,7 +148,7 @@ impl<B: Backend + Witness> ModelLearner<B> {
             asked: RefCell::default(),
             config: config.clone(),
             model,
-            whole,
+            retracts_batched: b.has("retract_all"),
             muon,
             b,
         };
@@ -287,78 +267,6 @@ impl<B: Backend + Witness> ModelLearner<B> {
             Ablation::NanGradient => b.fill(&b.view(&self.model.grads, 0, &[1])?, f64::NAN),
             _ => Ok(()),
         }
-    }
-
-    /// The update: norm and flags, AdamW and Muon, retraction, record. Reads nothing back.
-    fn update(&self, b: &B, retracts: bool) -> dormouse_reference::Result<()> {
-        b.stage("sanitise and norm");
-        let (o, table) = (&self.config.optimizer, &self.model.table);
-        // An update of Muon has the same size whatever the norm is, so its gradients have no part in the clipping.
-        let everything = 0..table.len();
-        let clip = match self.muon {
-            None => vec![everything],
-            Some(_) => [Group::Matrix, Group::Vector].into_iter().flat_map(|group| table.ranges(group)).collect(),
-        };
-        let config = sanitise::Config { max_norm: Some(o.clip_norm), clip, skips_allowed: SKIPS_ALLOWED };
-        let seen = Sanitise::update(b, &config, &self.model.grads, &self.losses, &self.counters)?;
-        b.stage("optimiser");
-        let groups = [(Group::Matrix, o.weight_decay), (Group::Vector, 0.0)];
-        let groups = groups.into_iter().flat_map(|(group, weight_decay)| {
-            table.ranges(group).into_iter().map(move |range| adamw::Group { range, weight_decay })
-        });
-        Adamw::update(
-            b,
-            &adamw::Config { beta1: o.beta1, beta2: o.beta2, eps: o.eps, groups: groups.collect() },
-            adamw::State { params: &self.model.params, grads: &self.model.grads, m: &self.m, v: &self.v },
-            adamw::Scalars {
-                lr: &self.lr,
-                scale: &seen.scale,
-                apply: &seen.apply,
-                updates: &b.view(&self.counters, 0, &[1])?,
-            },
-        )?;
-        if let (Some(part), Some(whole)) = (&self.muon, &self.whole) {
-            let state = muon::State { params: &self.model.params, grads: &self.model.grads, m: &self.m };
-            whole.muon(b, &part.config, state, muon::Scalars { lr: &part.lr, apply: &seen.apply })?;
-        }
-        if retracts {
-            b.stage("retraction");
-            self.retract(b, &seen.apply)?;
-        }
-        b.stage("reads");
-        let record = [&self.losses, &seen.norm, &seen.nonfinite, &seen.scale, &seen.apply, &self.spreads];
-        Record::update(b, &record, &self.step, &self.ring)
-    }
-
-    /// Brings all factors back to orthonormal columns: at once where the backend can, else one after another.
-    fn retract(&self, b: &B, apply: &B::Tensor) -> dormouse_reference::Result<()> {
-        let (iterations, power_iterations) = (self.config.optimizer.retract_iterations, POWER_ITERATIONS);
-        let factors = self.model.table.factors();
-        if let Some(whole) = &self.whole {
-            let config = retract_all::Config { iterations, power_iterations, factors };
-            let spreads = whole.retract_all(b, &config, &self.model.params, apply)?.spreads;
-            return b.keep(&spreads, &self.spreads);
-        }
-        let config = retract::Config { iterations, power_iterations };
-        for (i, factor) in factors.iter().enumerate() {
-            let factor = b.view(&self.model.params, factor.start, &factor.shape)?;
-            let spread = Retract::update(b, &config, &factor, apply)?.spread;
-            b.keep(&spread, &b.view(&self.spreads, i, &[1])?)?;
-        }
-        Ok(())
-    }
-
-    /// What the update of one step asks of the operations.
-    fn update_asks(&self, retracts: bool) -> Vec<Ask> {
-        let mut forward = vec![("sanitise", 1), ("adamw", 1), ("record", 1)];
-        if self.muon.is_some() {
-            forward.push(("muon", 1));
-        }
-        if retracts {
-            let factors = self.model.table.params.iter().filter(|p| p.retracted).count() as u64;
-            forward.push(if self.whole.is_some() { ("retract_all", 1) } else { ("retract", factors) });
-        }
-        forward.into_iter().map(|(stem, forward)| Ask { stem, forward, backward: 0 }).collect()
     }
 
     /// Moves the ring's unread rows into `drained`.

@@ -53,6 +53,15 @@ fn the_check_is_green_on_both_arms() {
 }
 
 #[test]
+fn what_has_no_kernels_is_refused_before_the_run_starts() {
+    if !answers() {
+        return;
+    }
+    let refused = Place::new().run(&train("muon", &["--set", "optimizer.rule=muon"]));
+    refused.expect(1, &["optimizer.rule is muon", "lavapipe f32 has no kernels of it; give --backend cpu"]);
+}
+
+#[test]
 fn a_run_counts_what_it_does_marks_it_and_goes_on_to_the_bit() {
     if !answers() {
         return;

@@ -10,7 +10,7 @@ mod engagement;
 use std::collections::BTreeMap;
 
 use dormouse_cuda::runtime::Activity;
-use dormouse_cuda::{Arm, Device, Engine, Ledger, Price, Site};
+use dormouse_cuda::{Arm, Device, Engine, Ledger, Price, Site, catalogue};
 use dormouse_reference::{Precision, Reference, Result, Scalar};
 
 pub use engagement::{Ask, Asked, Engagement, Row};
@@ -31,6 +31,11 @@ pub trait Witness {
     /// The arithmetic that an operation has where `asked` is the run's: the arms of an operation may differ in it.
     fn arithmetic(&self, _stem: &str, asked: Precision) -> Precision {
         asked
+    }
+
+    /// Whether there is an implementation of the operation.
+    fn has(&self, _stem: &str) -> bool {
+        true
     }
 
     /// Whether calls and launches are counted at all.
@@ -91,6 +96,10 @@ impl<R: Engine> Witness for Device<R> {
     fn arithmetic(&self, stem: &str, asked: Precision) -> Precision {
         // Token by token there are no products that could be rounded.
         if stem == "kda" && self.arm(stem) == Arm::Plain { Precision::Full } else { asked }
+    }
+
+    fn has(&self, stem: &str) -> bool {
+        catalogue().iter().any(|kernels| kernels.stem == stem)
     }
 
     fn counts(&self) -> bool {

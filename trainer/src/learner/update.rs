@@ -1,58 +1,16 @@
-//! The operations of an update that not every backend has: Muon, and the retraction of all factors at once.
-//!
-//! A learner is generic over [`Backend`], and devices have no kernels of these operations yet. On a backend that has
-//! them ([`WholeBackend`]) a learner carries them as an object; without, retraction goes factor by factor and Muon is
-//! refused.
+//! The update of a step: norm and flags, the optimisers, retraction, the record. Nothing in it is read by the host.
 
+use dormouse_reference::adamw::{self, Adamw};
 use dormouse_reference::muon::{self, Muon};
+use dormouse_reference::record::Record;
+use dormouse_reference::retract::{self, Retract};
 use dormouse_reference::retract_all::{self, RetractAll};
-use dormouse_reference::{Backend, Result, WholeBackend};
+use dormouse_reference::sanitise::{self, Sanitise};
+use dormouse_reference::{Backend, Result};
 
-/// The operations, on a backend that has them.
-pub(super) trait WholeUpdate<B: Backend> {
-    /// [`Muon::update`].
-    fn muon(
-        &self,
-        b: &B,
-        config: &muon::Config,
-        state: muon::State<&B::Tensor>,
-        scalars: muon::Scalars<&B::Tensor>,
-    ) -> Result<()>;
-
-    /// [`RetractAll::update`].
-    fn retract_all(
-        &self,
-        b: &B,
-        config: &retract_all::Config,
-        params: &B::Tensor,
-        apply: &B::Tensor,
-    ) -> Result<retract_all::Outputs<B::Tensor>>;
-}
-
-/// The backend's own.
-pub(super) struct Own;
-
-impl<B: WholeBackend> WholeUpdate<B> for Own {
-    fn muon(
-        &self,
-        b: &B,
-        config: &muon::Config,
-        state: muon::State<&B::Tensor>,
-        scalars: muon::Scalars<&B::Tensor>,
-    ) -> Result<()> {
-        Muon::update(b, config, state, scalars)
-    }
-
-    fn retract_all(
-        &self,
-        b: &B,
-        config: &retract_all::Config,
-        params: &B::Tensor,
-        apply: &B::Tensor,
-    ) -> Result<retract_all::Outputs<B::Tensor>> {
-        RetractAll::update(b, config, params, apply)
-    }
-}
+use super::{ModelLearner, POWER_ITERATIONS, SKIPS_ALLOWED};
+use crate::instruments::{Ask, Witness};
+use crate::model::Group;
 
 /// Muon in a run: its table, and its learning rate on the device.
 pub(super) struct MuonPart<B: Backend> {
@@ -62,6 +20,80 @@ pub(super) struct MuonPart<B: Backend> {
     pub lr: B::Tensor,
     /// The rate as a multiple of AdamW's: both follow one schedule.
     pub ratio: f64,
+}
+
+impl<B: Backend + Witness> ModelLearner<B> {
+    /// The update: norm and flags, AdamW and Muon, retraction, record. Reads nothing back.
+    pub(super) fn update(&self, b: &B, retracts: bool) -> Result<()> {
+        b.stage("sanitise and norm");
+        let (o, table) = (&self.config.optimizer, &self.model.table);
+        // An update of Muon has the same size whatever the norm is, so its gradients have no part in the clipping.
+        let everything = 0..table.len();
+        let clip = match self.muon {
+            None => vec![everything],
+            Some(_) => [Group::Matrix, Group::Vector].into_iter().flat_map(|group| table.ranges(group)).collect(),
+        };
+        let config = sanitise::Config { max_norm: Some(o.clip_norm), clip, skips_allowed: SKIPS_ALLOWED };
+        let seen = Sanitise::update(b, &config, &self.model.grads, &self.losses, &self.counters)?;
+        b.stage("optimiser");
+        let groups = [(Group::Matrix, o.weight_decay), (Group::Vector, 0.0)];
+        let groups = groups.into_iter().flat_map(|(group, weight_decay)| {
+            table.ranges(group).into_iter().map(move |range| adamw::Group { range, weight_decay })
+        });
+        Adamw::update(
+            b,
+            &adamw::Config { beta1: o.beta1, beta2: o.beta2, eps: o.eps, groups: groups.collect() },
+            adamw::State { params: &self.model.params, grads: &self.model.grads, m: &self.m, v: &self.v },
+            adamw::Scalars {
+                lr: &self.lr,
+                scale: &seen.scale,
+                apply: &seen.apply,
+                updates: &b.view(&self.counters, 0, &[1])?,
+            },
+        )?;
+        if let Some(part) = &self.muon {
+            let state = muon::State { params: &self.model.params, grads: &self.model.grads, m: &self.m };
+            Muon::update(b, &part.config, state, muon::Scalars { lr: &part.lr, apply: &seen.apply })?;
+        }
+        if retracts {
+            b.stage("retraction");
+            self.retract(b, &seen.apply)?;
+        }
+        b.stage("reads");
+        let record = [&self.losses, &seen.norm, &seen.nonfinite, &seen.scale, &seen.apply, &self.spreads];
+        Record::update(b, &record, &self.step, &self.ring)
+    }
+
+    /// Brings all factors back to orthonormal columns: at once where the backend can, else one after another.
+    fn retract(&self, b: &B, apply: &B::Tensor) -> Result<()> {
+        let (iterations, power_iterations) = (self.config.optimizer.retract_iterations, POWER_ITERATIONS);
+        let factors = self.model.table.factors();
+        if self.retracts_batched {
+            let config = retract_all::Config { iterations, power_iterations, factors };
+            let spreads = RetractAll::update(b, &config, &self.model.params, apply)?.spreads;
+            return b.keep(&spreads, &self.spreads);
+        }
+        let config = retract::Config { iterations, power_iterations };
+        for (i, factor) in factors.iter().enumerate() {
+            let factor = b.view(&self.model.params, factor.start, &factor.shape)?;
+            let spread = Retract::update(b, &config, &factor, apply)?.spread;
+            b.keep(&spread, &b.view(&self.spreads, i, &[1])?)?;
+        }
+        Ok(())
+    }
+
+    /// What the update of one step asks of the operations.
+    pub(super) fn update_asks(&self, retracts: bool) -> Vec<Ask> {
+        let mut forward = vec![("sanitise", 1), ("adamw", 1), ("record", 1)];
+        if self.muon.is_some() {
+            forward.push(("muon", 1));
+        }
+        if retracts {
+            let factors = self.model.table.params.iter().filter(|p| p.retracted).count() as u64;
+            forward.push(if self.retracts_batched { ("retract_all", 1) } else { ("retract", factors) });
+        }
+        forward.into_iter().map(|(stem, forward)| Ask { stem, forward, backward: 0 }).collect()
+    }
 }
 
 #[cfg(test)]
@@ -85,7 +117,7 @@ mod tests {
     }
 
     fn learner(rule: Rule) -> Learned {
-        ModelLearner::whole(Reference::new(), &tiny(rule)).expect("a preset builds")
+        ModelLearner::new(Reference::new(), &tiny(rule)).expect("a preset builds")
     }
 
     fn run(learner: &mut Learned, rule: Rule, steps: std::ops::Range<u64>) -> State {
@@ -98,7 +130,8 @@ mod tests {
     #[test]
     fn retraction_at_once_trains_to_the_bits_of_factor_by_factor() {
         let rule = Rule::Adamw;
-        let mut single = ModelLearner::new(Reference::new(), &tiny(rule)).expect("a preset builds");
+        let mut single = learner(rule);
+        single.retracts_batched = false;
         let mut batched = learner(rule);
         assert_eq!(run(&mut batched, rule, 0..4), run(&mut single, rule, 0..4));
         batched.drain().expect("records");
@@ -107,13 +140,6 @@ mod tests {
         let stems =
             |learner: &Learned| learner.update_asks(true).iter().map(|ask| (ask.stem, ask.forward)).collect::<Vec<_>>();
         assert!(stems(&batched).contains(&("retract_all", 1)) && stems(&single).contains(&("retract", 8)));
-    }
-
-    #[test]
-    fn muon_is_refused_where_the_backend_does_not_have_it() {
-        let refused = ModelLearner::new(Reference::<f32>::new(), &tiny(Rule::Muon));
-        let error = refused.err().expect("it is refused").to_string();
-        assert!(error.contains("reference f32 has no kernels of it; give --backend cpu"), "{error}");
     }
 
     #[test]
