@@ -82,9 +82,7 @@ fn check(row: &Row) -> Result<()> {
     let date = &row["date"];
     let shape: String = date.chars().map(|c| if c.is_ascii_digit() { '0' } else { c }).collect();
     ensure!(shape == "0000-00-00T00:00:00Z", "`date` is `{date}`, expected like 2026-11-29T23:04:54Z");
-    let commit = &row["commit"];
-    let hex = commit.len() == 40 && commit.chars().all(|c| c.is_ascii_hexdigit());
-    ensure!(hex || commit == NONE, "`commit` is `{commit}`, expected 40 hexadecimal digits");
+    check_commit(&row["commit"])?;
     let one_of = |column: &str, words: &[&str]| {
         let field = row[column].as_str();
         ensure!(words.contains(&field), "`{column}` is `{field}`, expected one of {}", words.join(", "));
@@ -137,6 +135,16 @@ fn check(row: &Row) -> Result<()> {
         ensure!(numbers.get("processes").is_some_and(|n| *n >= 2.0), "a measured time needs two processes or more");
         ensure!(numbers.contains_key("ms_run_spread"), "a measured time needs ms_run_spread");
     }
+    Ok(())
+}
+
+/// The rule of column `commit`.
+///
+/// # Errors
+/// It is no whole hash.
+pub fn check_commit(commit: &str) -> Result<()> {
+    let hex = commit.len() == 40 && commit.chars().all(|c| c.is_ascii_hexdigit());
+    ensure!(hex || commit == NONE, "`commit` is `{commit}`, expected 40 hexadecimal digits");
     Ok(())
 }
 

@@ -106,3 +106,16 @@ fn a_reader_that_goes_away_is_no_crash() {
     done.expect(0, &[]);
     assert!(!done.err.contains("panicked"), "{}", done.err);
 }
+
+#[test]
+fn a_bench_whose_row_would_be_refused_does_not_start() {
+    let place = Place::new();
+    // Outside its tree the program goes by what it is told.
+    let copy = place.path("dormouse");
+    std::fs::copy(env!("CARGO_BIN_EXE_dormouse"), &copy).unwrap();
+    let mut command = std::process::Command::new(copy);
+    command.args(["bench", "--preset", "tiny", "--append", "history.tsv"]).env("DORMOUSE_COMMIT", "865d421");
+    let done = process::Done::of(command.current_dir(place.path("")).output().unwrap());
+    done.expect(2, &["`commit` is `865d421`, expected 40 hexadecimal digits", "DORMOUSE_COMMIT"]);
+    assert!(done.out.is_empty(), "{}", done.out);
+}
