@@ -1,7 +1,7 @@
 //! The operations of dormouse as GPU kernels, on CUDA and, with no GPU at all, on Mesa's software Vulkan driver.
 //!
-//! Kernels are Rust: cubecl `#[cube]` functions, generic over the [`runtime::Engine`] they run on. A [`Device`]
-//! implements the backend traits of `dormouse-reference` with them; each operation is one file under the stem of its
+//! Kernels are Rust: cubecl `#[cube]` functions, generic over the [`runtime::Engine`] they run on. A [`Device`], or a [`Gpu`]
+//! where the runtime is chosen as the program runs, implements the backend traits of `dormouse-reference` with them; each operation is one file under the stem of its
 //! twin there. A step runs eagerly twice and is then captured and replayed as one CUDA graph.
 //!
 //! Conventions are those of the reference: row-major and contiguous, `[.., D]` counts every leading axis as rows,
@@ -28,6 +28,7 @@ mod exp;
 mod expert;
 mod factors;
 mod gated_rms_norm;
+mod gpu;
 mod kda;
 mod l2_norm;
 mod launch;
@@ -56,6 +57,7 @@ pub use cubecl::client::ComputeClient as Client;
 pub use cubecl::wgpu::WgpuRuntime as Lavapipe;
 pub use device::Device;
 pub use dormouse_receipts::{Receipt, Verdict};
+pub use gpu::{Gpu, Opened, Runtime};
 pub use launch::{GRAPH, Launches, Ledger, Pass, Site};
 pub use price::Price;
 pub use receipts::fingerprint;

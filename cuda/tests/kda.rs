@@ -3,7 +3,7 @@
 
 mod common;
 
-use dormouse_cuda::{Arm, Device, Lavapipe};
+use dormouse_cuda::{Arm, Gpu};
 use dormouse_reference::kda::{Config, Form, Grads, Inputs, Kda, Memory, Outputs};
 use dormouse_reference::{DType, Error, Precision, Reference, Tensors};
 use ndarray::{ArrayD, Axis, IxDyn, Slice};
@@ -14,7 +14,7 @@ type Arrays = Vec<(&'static str, ArrayD<f64>)>;
 type Lengths = [usize; 5];
 
 /// The device with one arm and poisoned scratch, or none with a line that says why the test did not run.
-fn device(arm: Arm) -> Option<Device<Lavapipe>> {
+fn device(arm: Arm) -> Option<Gpu> {
     let b = common::device()?;
     b.set_arms(arm);
     b.set_poison(true);

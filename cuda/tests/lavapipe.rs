@@ -4,7 +4,7 @@
 mod common;
 
 use common::device;
-use dormouse_cuda::{Device, Lavapipe};
+use dormouse_cuda::Gpu;
 use dormouse_reference::linear::{self, Linear};
 use dormouse_reference::residual::{self, Residual};
 use dormouse_reference::rms_norm::{self, RmsNorm};
@@ -13,7 +13,7 @@ use ndarray::{Array, ArrayD, Dimension, IxDyn, array, s};
 
 const KEY: StepKey = StepKey { purpose: "test", variant: 0 };
 
-fn persistent(b: &Device<Lavapipe>, values: ArrayD<f64>) -> dormouse_cuda::Tensor {
+fn persistent(b: &Gpu, values: ArrayD<f64>) -> dormouse_cuda::Tensor {
     let tensor = b.persistent(values.shape(), DType::F32).unwrap();
     b.upload(values.view(), &tensor).unwrap();
     tensor
@@ -132,7 +132,7 @@ fn a_step_of_three_operations_repeats_bit_for_bit() {
     let zeros = |shape: &[usize]| b.persistent(shape, DType::F32).unwrap();
     let (dgain, dshift, dweight, drho, dx) =
         (zeros(&[24]), zeros(&[24]), zeros(&[24, 24]), zeros(&[1]), zeros(&[2, 70, 24]));
-    let mut body = |b: &Device<Lavapipe>| {
+    let mut body = |b: &Gpu| {
         let norm = rms_norm::Config { eps: 1e-5 };
         let full = linear::Config { precision: Precision::Full };
         for into in [&dgain, &dshift, &dweight, &drho] {
@@ -167,7 +167,7 @@ fn a_step_of_three_operations_repeats_bit_for_bit() {
         let back = RmsNorm::backward(b, &norm, &norm_saved, upstream, into)?;
         b.keep(&back.dx, &dx)
     };
-    let results = |b: &Device<Lavapipe>| [&dgain, &dshift, &dweight, &drho, &dx].map(|t| b.download(t).unwrap());
+    let results = |b: &Gpu| [&dgain, &dshift, &dweight, &drho, &dx].map(|t| b.download(t).unwrap());
     b.step(&KEY, &mut body).unwrap();
     let (first, arena, launches) = (results(&b), b.arena_bytes(), b.ledger().count());
     assert!(first.iter().all(|t| t.iter().all(|x| x.is_finite()) && t.iter().any(|x| *x != 0.0)));

@@ -5,19 +5,19 @@ mod common;
 
 use common::device;
 use dormouse_cuda::matmul::{Matrix, Plus, Product, matrix, stack};
-use dormouse_cuda::{Arm, Device, Lavapipe, Tensor};
+use dormouse_cuda::{Arm, Gpu, Tensor};
 use dormouse_reference::linear::{self, Linear};
 use dormouse_reference::{DType, Error, Precision, Tensors};
 use ndarray::{Array3, ArrayD, IxDyn, array};
 
-fn persistent(b: &Device<Lavapipe>, values: ArrayD<f64>) -> Tensor {
+fn persistent(b: &Gpu, values: ArrayD<f64>) -> Tensor {
     let tensor = b.persistent(values.shape(), DType::F32).unwrap();
     b.upload(values.view(), &tensor).unwrap();
     tensor
 }
 
 /// A sum of one term, so that only the factors are rounded.
-fn scalar(b: &Device<Lavapipe>, arm: Arm, precision: Precision, left: f64, right: f64) -> f64 {
+fn scalar(b: &Gpu, arm: Arm, precision: Precision, left: f64, right: f64) -> f64 {
     let (x, y) = (persistent(b, array![left].into_dyn()), persistent(b, array![right].into_dyn()));
     let out = persistent(b, array![f64::NAN].into_dyn());
     let product = Product {

@@ -4,20 +4,20 @@
 mod common;
 
 use common::device;
-use dormouse_cuda::{Arm, Device, Lavapipe, Tensor};
+use dormouse_cuda::{Arm, Gpu, Tensor};
 use dormouse_reference::cross_entropy::{self, CrossEntropy};
 use dormouse_reference::embedding::{self, Embedding};
 use dormouse_reference::{DType, Error, Tensors};
 use ndarray::{Array, Array2, ArrayD, IxDyn, array};
 
-fn upload(b: &Device<Lavapipe>, values: ArrayD<f64>, dtype: DType) -> Tensor {
+fn upload(b: &Gpu, values: ArrayD<f64>, dtype: DType) -> Tensor {
     let tensor = b.persistent(values.shape(), dtype).unwrap();
     b.upload(values.view(), &tensor).unwrap();
     tensor
 }
 
 /// Gradient of a table of 5 everywhere. `dx` holds small whole numbers, so every order of summation gives the same.
-fn table_gradient(b: &Device<Lavapipe>, ids: &[u32], vocab: usize, dx: &Array2<f64>) -> ArrayD<f64> {
+fn table_gradient(b: &Gpu, ids: &[u32], vocab: usize, dx: &Array2<f64>) -> ArrayD<f64> {
     let width = dx.ncols();
     let table = b.persistent(&[vocab, width], DType::F32).unwrap();
     let ids = upload(b, Array::from_iter(ids.iter().map(|&id| f64::from(id))).into_dyn(), DType::U32);

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use dormouse_cuda::receipts::word;
 use dormouse_cuda::runtime::Variant;
-use dormouse_cuda::{Arm, Client, Cuda, Device, Engine, Lavapipe, Mutant, Offline, Pass, catalogue};
+use dormouse_cuda::{Arm, Engine as _, Gpu, Mutant, Offline, Opened, Pass, Runtime, catalogue};
 use dormouse_gate::receipts::{self, Evidence};
 use dormouse_harness::description::{Case, Gate, Operation, OperationOn, Run};
 use dormouse_harness::gates::diff::Figures;
@@ -35,8 +35,11 @@ use dormouse_harness::runner::{OnBackend, Runner, upload};
 use dormouse_reference::{DType, Error, Precision, Reference, Tensors};
 use ndarray::ArrayD;
 
-/// The words of the backends, in the order they run.
-pub const WORDS: [&str; 2] = [Lavapipe::WORD, Cuda::WORD];
+/// The backends, in the order they run.
+pub const RUNTIMES: [Runtime; 2] = [Runtime::Lavapipe, Runtime::Cuda];
+
+/// Their words.
+pub const WORDS: [&str; 2] = [RUNTIMES[0].word(), RUNTIMES[1].word()];
 
 /// Every precision, as `--precision` orders them.
 pub const PRECISIONS: [Precision; 3] = [Precision::Full, Precision::Tf32, Precision::Bf16];
@@ -48,9 +51,9 @@ const MARGIN: usize = 3;
 /// not start at a multiple of 16 bytes.
 const LIBRARY_MARGIN: usize = 4;
 
-/// Runs an operation on a device: every run on a fresh [`Device`], so that nothing is left of the run before.
-struct OnDevice<'a, R: Engine> {
-    client: &'a Client<R>,
+/// Runs an operation on a device: every run on a fresh [`Gpu`], so that nothing is left of the run before.
+struct OnDevice<'a> {
+    opened: &'a Opened,
     setting: &'a Setting,
     poisoned: bool,
 }
@@ -75,9 +78,9 @@ impl Setting {
     }
 }
 
-impl<R: Engine, O: OperationOn<Device<R>>> Runner<O> for OnDevice<'_, R> {
+impl<O: OperationOn<Gpu>> Runner<O> for OnDevice<'_> {
     fn run(&self, config: &O::Config, inputs: &Values, upstream: Option<&Values>) -> Result<Run<ArrayD<f64>>, Error> {
-        let b = Device::<R>::on(self.client.clone());
+        let b = self.opened.device();
         b.set_arms(self.setting.arm);
         b.set_poison(self.poisoned);
         if let Some(mutant) = self.setting.mutant {
@@ -156,32 +159,31 @@ pub fn mutants(stem: &str) -> &'static [Mutant] {
     catalogue().iter().find(|kernels| kernels.stem == stem).map_or(&[], |kernels| kernels.mutants)
 }
 
-/// Runs a plan on one backend.
-pub fn run(backend: &str, plan: &Plan<'_>, sink: Sink<'_>) {
-    if backend == Cuda::WORD { on::<Cuda>(plan, sink) } else { on::<Lavapipe>(plan, sink) }
-}
-
-/// What to do with one operation on an opened runtime, or on one that could not be opened.
-type Ladder<R> = fn(&Result<Client<R>, String>, &Plan<'_>, Sink<'_>);
-
 /// Stems with a function for each of them; the last line lists the operations that have kernels.
 macro_rules! operations {
-    ($task:ident, $runtime:ty, $signature:ty; $($operation:ident)*) => {
-        [$(($operation::STEM, $task::<$runtime, $operation> as $signature)),*]
+    ($task:ident, $signature:ty; $($operation:ident)*) => {
+        [$(($operation::STEM, $task::<$operation> as $signature)),*]
     };
-    ($task:ident, $runtime:ty, $signature:ty) => {
-        operations!($task, $runtime, $signature;
+    ($task:ident, $signature:ty) => {
+        operations!($task, $signature;
             AdamwOp BlendOp ControllerOp CrossEntropyOp DecayGateOp EmbeddingOp ExpertOp GatedRmsNormOp KdaOp
             L2NormOp LinearOp RecordOp ResidualOp RetractOp RmsNormOp SanitiseOp ShortConvOp SpectralOp)
     };
 }
 
-fn on<R: Engine>(plan: &Plan<'_>, sink: Sink<'_>) {
-    let client = R::open().map_err(|why| why.to_string());
-    for (_, task) in operations!(ladder, R, Ladder<R>).into_iter().filter(|(stem, _)| plan.wants(stem)) {
-        task(&client, plan, sink);
+/// Runs a plan on one backend.
+pub fn run(runtime: Runtime, plan: &Plan<'_>, sink: Sink<'_>) {
+    let opened = runtime.open().map_err(|why| why.to_string());
+    for (_, task) in operations!(ladder, Ladder).into_iter().filter(|(stem, _)| plan.wants(stem)) {
+        task(runtime, &opened, plan, sink);
     }
 }
+
+/// What to do with one operation on an opened runtime, or on one that could not be opened.
+type Ladder = fn(Runtime, &Result<Opened, String>, &Plan<'_>, Sink<'_>);
+
+/// Something to run on an open runtime: gives how many cases there were.
+type Exercise = fn(&Opened) -> Result<usize, String>;
 
 /// The precisions that differ for an operation: without products they are all one arithmetic.
 fn precisions<'a, O: Operation>(plan: &Plan<'a>) -> &'a [Precision] {
@@ -199,10 +201,9 @@ fn label(backend: &str, setting: &Setting) -> String {
 }
 
 /// The gates of one operation in every setting of the plan, and its receipts.
-fn ladder<R, O>(client: &Result<Client<R>, String>, plan: &Plan<'_>, sink: Sink<'_>)
+fn ladder<O>(runtime: Runtime, opened: &Result<Opened, String>, plan: &Plan<'_>, sink: Sink<'_>)
 where
-    R: Engine,
-    O: OperationOn<Device<R>> + OperationOn<Reference<f64>>,
+    O: OperationOn<Gpu> + OperationOn<Reference<f64>>,
 {
     let planted = plan.mutant.map(|name| mutants(O::STEM).iter().find(|mutant| mutant.name == name));
     if planted == Some(None) {
@@ -222,19 +223,19 @@ where
                     continue;
                 }
                 let start = Instant::now();
-                let outcome = match client {
+                let outcome = match opened {
                     Err(why) => Outcome::not_run(why),
-                    Ok(client) => gate_in::<R, O>(gate, client, &setting, plan.context, &mut evidence.figures),
+                    Ok(opened) => gate_in::<O>(gate, opened, &setting, plan.context, &mut evidence.figures),
                 };
                 evidence.note(gate, &outcome);
-                let backend = label(R::WORD, &setting);
+                let backend = label(runtime.word(), &setting);
                 sink(Event::Report(Report { stem: O::STEM, gate, backend, outcome, time: start.elapsed() }));
             }
             sink(Event::Row);
-            if let (Some(folder), Ok(client), Arm::Fused, None) = (plan.receipts, client, arm, planted) {
+            if let (Some(folder), Ok(opened), Arm::Fused, None) = (plan.receipts, opened, arm, planted) {
                 evidence.calls = setting.calls();
                 let chosen = if O::PRODUCTS == 0 { plan.precisions } else { &[precision][..] };
-                receipts::write::<R, O>(client, folder, chosen, &evidence, plan.context)
+                receipts::write::<O>(opened, folder, chosen, &evidence, plan.context)
                     .into_iter()
                     .for_each(|line| sink(Event::Note(line)));
             }
@@ -243,25 +244,18 @@ where
 }
 
 /// One gate in one setting; a device that refuses the precision is no failure, and nothing is then shown about it.
-fn gate_in<R, O>(
-    gate: Gate,
-    client: &Client<R>,
-    setting: &Setting,
-    context: &Context,
-    figures: &mut Vec<Figures>,
-) -> Outcome
+fn gate_in<O>(gate: Gate, opened: &Opened, setting: &Setting, context: &Context, figures: &mut Vec<Figures>) -> Outcome
 where
-    R: Engine,
-    O: OperationOn<Device<R>> + OperationOn<Reference<f64>>,
+    O: OperationOn<Gpu> + OperationOn<Reference<f64>>,
 {
-    if let Some(refusal) = refuses::<R, O>(client, setting) {
+    if let Some(refusal) = refuses::<O>(opened, setting) {
         return Outcome::not_applicable(refusal);
     }
-    let context = Context { again: again(R::WORD, setting), ..context.clone() };
+    let context = Context { again: again(opened.runtime().word(), setting), ..context.clone() };
     if gate == Gate::Bite {
-        return bite::<R, O>(client, setting.precision, &context);
+        return bite::<O>(opened, setting.precision, &context);
     }
-    one::<R, O>(gate, client, setting, &context, figures)
+    one::<O>(gate, opened, setting, &context, figures)
 }
 
 /// What the command line needs to run a case again.
@@ -271,35 +265,27 @@ fn again(backend: &str, setting: &Setting) -> String {
 }
 
 /// Why an arm does not compute at a precision, in its own words.
-fn refuses<R, O>(client: &Client<R>, setting: &Setting) -> Option<String>
+fn refuses<O>(opened: &Opened, setting: &Setting) -> Option<String>
 where
-    R: Engine,
-    O: OperationOn<Device<R>> + OperationOn<Reference<f64>>,
+    O: OperationOn<Gpu> + OperationOn<Reference<f64>>,
 {
     if setting.precision == Precision::Full {
         return None;
     }
     let case = O::cases().into_iter().next()?;
     let mut rng = dormouse_harness::draw::stream(0, &[O::STEM, "precision"]);
-    let runner: &dyn Runner<O> = &OnDevice { client, setting, poisoned: false };
+    let runner: &dyn Runner<O> = &OnDevice { opened, setting, poisoned: false };
     match runner.run(&case.config, &O::draw(&case, &mut rng), None) {
         Err(error @ Error::Config { field: "precision", .. }) => Some(error.to_string()),
         _ => None,
     }
 }
 
-fn one<R, O>(
-    gate: Gate,
-    client: &Client<R>,
-    setting: &Setting,
-    context: &Context,
-    figures: &mut Vec<Figures>,
-) -> Outcome
+fn one<O>(gate: Gate, opened: &Opened, setting: &Setting, context: &Context, figures: &mut Vec<Figures>) -> Outcome
 where
-    R: Engine,
-    O: OperationOn<Device<R>> + OperationOn<Reference<f64>>,
+    O: OperationOn<Gpu> + OperationOn<Reference<f64>>,
 {
-    let [clean, poisoned] = [false, true].map(|poisoned| OnDevice { client, setting, poisoned });
+    let [clean, poisoned] = [false, true].map(|poisoned| OnDevice { opened, setting, poisoned });
     let (clean, poisoned): (&dyn Runner<O>, &dyn Runner<O>) = (&clean, &poisoned);
     match gate {
         Gate::Diff => {
@@ -321,10 +307,9 @@ where
 }
 
 /// Every fault that can be planted in the operation's kernels turns the gate red that it names; null ones keep it green.
-fn bite<R, O>(client: &Client<R>, precision: Precision, context: &Context) -> Outcome
+fn bite<O>(opened: &Opened, precision: Precision, context: &Context) -> Outcome
 where
-    R: Engine,
-    O: OperationOn<Device<R>> + OperationOn<Reference<f64>>,
+    O: OperationOn<Gpu> + OperationOn<Reference<f64>>,
 {
     let context = Context { stop_at_first: true, random_cases: 0, ..context.clone() };
     let mutants = mutants(O::STEM);
@@ -335,7 +320,7 @@ where
     for mutant in mutants {
         let gate = Gate::DEVICE.into_iter().find(|gate| gate.word() == mutant.gate).expect("a gate of devices");
         let setting = Setting::new(mutant.arm, precision, Some(mutant.name));
-        let outcome = one::<R, O>(gate, client, &setting, &context, &mut Vec::new());
+        let outcome = one::<O>(gate, opened, &setting, &context, &mut Vec::new());
         let expected = if mutant.is_null() { Status::Pass } else { Status::Fail };
         if outcome.status != expected {
             let (found, reason) = (outcome.status.word(), outcome.reason);
@@ -358,11 +343,12 @@ pub fn compile(stems: &[String], plant: bool, sink: &mut dyn FnMut(String)) -> R
     if plant {
         Offline::plant(&client);
     }
+    let opened = Opened::Offline(client.clone());
     let (mut good, mut bad) = (0, 0);
-    let steps = operations!(exercise_all, Offline, fn(&Client<Offline>) -> Result<usize, String>);
+    let steps = operations!(exercise_all, Exercise);
     for (stem, step) in steps.into_iter().filter(|(stem, _)| stems.is_empty() || stems.iter().any(|s| s == stem)) {
         let start = Instant::now();
-        let ran = step(&client);
+        let ran = step(&opened);
         let variants = Offline::take(&client).map_err(|why| why.to_string())?;
         let failures: Vec<&Variant> = variants.iter().filter(|variant| variant.ptx.is_err()).collect();
         let bytes: usize = variants.iter().filter_map(|variant| variant.ptx.as_ref().ok()).sum();
@@ -383,37 +369,35 @@ pub fn compile(stems: &[String], plant: bool, sink: &mut dyn FnMut(String)) -> R
 
 /// Whether CUDA answers here, or why it does not.
 pub fn cuda() -> Result<(), String> {
-    Cuda::available().map_err(|why| why.to_string())
+    Runtime::Cuda.available().map_err(|why| why.to_string())
 }
 
 /// The operations that have kernels.
 pub fn with_kernels() -> Vec<&'static str> {
-    operations!(exercise_smaller, Cuda, fn(&Client<Cuda>) -> Result<usize, String>).map(|(stem, _)| stem).to_vec()
+    operations!(exercise_smaller, Exercise).map(|(stem, _)| stem).to_vec()
 }
 
 /// Runs the smaller cases of an operation once on CUDA and compares nothing: gives how many there were.
 pub fn exercise_on_cuda(stem: &str) -> Result<usize, String> {
-    let client = Cuda::open().map_err(|why| why.to_string())?;
-    let tasks = operations!(exercise_smaller, Cuda, fn(&Client<Cuda>) -> Result<usize, String>);
+    let opened = Runtime::Cuda.open().map_err(|why| why.to_string())?;
+    let tasks = operations!(exercise_smaller, Exercise);
     let task = tasks.into_iter().find(|(known, _)| *known == stem).map(|(_, task)| task);
-    task.ok_or_else(|| format!("there are no kernels of `{stem}`"))?(&client)
+    task.ok_or_else(|| format!("there are no kernels of `{stem}`"))?(&opened)
 }
 
-fn exercise_all<R, O>(client: &Client<R>) -> Result<usize, String>
+fn exercise_all<O>(opened: &Opened) -> Result<usize, String>
 where
-    R: Engine,
-    O: OperationOn<Device<R>> + OperationOn<Reference<f64>>,
+    O: OperationOn<Gpu> + OperationOn<Reference<f64>>,
 {
     let cases: Vec<_> = O::cases().into_iter().filter(O::on_devices).collect();
-    exercise_in_every_setting::<R, O>(client, &cases)
+    exercise_in_every_setting::<O>(opened, &cases)
 }
 
-fn exercise_smaller<R, O>(client: &Client<R>) -> Result<usize, String>
+fn exercise_smaller<O>(opened: &Opened) -> Result<usize, String>
 where
-    R: Engine,
-    O: OperationOn<Device<R>> + OperationOn<Reference<f64>>,
+    O: OperationOn<Gpu> + OperationOn<Reference<f64>>,
 {
-    exercise_in_every_setting::<R, O>(client, &smaller_half::<O>())
+    exercise_in_every_setting::<O>(opened, &smaller_half::<O>())
 }
 
 /// The smaller half of the cases that launch anything.
@@ -429,17 +413,16 @@ fn smaller_half<O: Operation>() -> Vec<Case<O::Config>> {
 }
 
 /// Runs cases of an operation in every arm and precision that it has.
-fn exercise_in_every_setting<R, O>(client: &Client<R>, chosen: &[Case<O::Config>]) -> Result<usize, String>
+fn exercise_in_every_setting<O>(opened: &Opened, chosen: &[Case<O::Config>]) -> Result<usize, String>
 where
-    R: Engine,
-    O: OperationOn<Device<R>> + OperationOn<Reference<f64>>,
+    O: OperationOn<Gpu> + OperationOn<Reference<f64>>,
 {
     let all: &[Precision] = if O::PRODUCTS == 0 { &PRECISIONS[..1] } else { &PRECISIONS };
     let mut cases = 0;
     for (&precision, arm) in all.iter().flat_map(|p| Arm::ALL.map(|arm| (p, arm))) {
         let setting = Setting::new(arm, precision, None);
-        if refuses::<R, O>(client, &setting).is_none() {
-            cases += exercise::<O>(&OnDevice { client, setting: &setting, poisoned: true }, chosen)?;
+        if refuses::<O>(opened, &setting).is_none() {
+            cases += exercise::<O>(&OnDevice { opened, setting: &setting, poisoned: true }, chosen)?;
         }
     }
     Ok(cases)

@@ -553,7 +553,7 @@ impl Walk<'_> {
     /// The gates of the kernels: in a matrix, a second table with a line for each arm and precision.
     #[cfg(feature = "devices")]
     fn devices(&mut self, settings: &Settings) {
-        let chosen: Vec<&str> = devices::WORDS.into_iter().filter(|word| wants(self.args, word)).collect();
+        let chosen: Vec<_> = devices::RUNTIMES.into_iter().filter(|runtime| wants(self.args, runtime.word())).collect();
         let gates: Vec<Gate> = Gate::DEVICE.into_iter().filter(|gate| self.gates.contains(gate)).collect();
         if chosen.is_empty() || gates.is_empty() {
             return;
@@ -574,8 +574,8 @@ impl Walk<'_> {
             context,
         };
         let mut first = self.reports.len();
-        for word in chosen {
-            devices::run(word, &plan, &mut |event| match event {
+        for runtime in chosen {
+            devices::run(runtime, &plan, &mut |event| match event {
                 devices::Event::Report(report) => self.note(report),
                 devices::Event::Row => {
                     if table {

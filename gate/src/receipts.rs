@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::Command;
 
 use dormouse_cuda::receipts::word;
-use dormouse_cuda::{Arm, Client, Cuda, Engine, Pass, Receipt, fingerprint};
+use dormouse_cuda::{Arm, Opened, Pass, Receipt, Runtime, fingerprint};
 use dormouse_harness::description::{Gate, Operation};
 use dormouse_harness::gates::diff::Figures;
 use dormouse_harness::gates::{Context, Outcome, Status};
@@ -65,16 +65,17 @@ pub fn is_golden(folder: &Path) -> bool {
 }
 
 /// Writes an operation's receipts at the precisions that the evidence covers; gives a line for each, or why there are none.
-pub fn write<R: Engine, O: Operation>(
-    client: &Client<R>,
+pub fn write<O: Operation>(
+    opened: &Opened,
     folder: &Path,
     precisions: &[Precision],
     evidence: &Evidence,
     context: &Context,
 ) -> Vec<String> {
     let names = precisions.iter().map(|&p| word(p)).collect::<Vec<_>>().join(", ");
-    let none = |why: String| vec![format!("no receipt for {} {names} on {}: {why}", O::STEM, R::WORD)];
-    if R::WORD != Cuda::WORD && is_golden(folder) {
+    let runtime = opened.runtime();
+    let none = |why: String| vec![format!("no receipt for {} {names} on {}: {why}", O::STEM, runtime.word())];
+    if runtime != Runtime::Cuda && is_golden(folder) {
         return none(format!("{} is for GPUs", folder.display()));
     }
     if let Some(why) = evidence.lacks(O::NO_GRADIENT.is_none(), context) {
@@ -83,7 +84,7 @@ pub fn write<R: Engine, O: Operation>(
     let Some(fingerprint) = fingerprint(O::STEM) else {
         return none("this build does not know the fingerprint of its sources".to_owned());
     };
-    let hardware = match R::hardware(client) {
+    let hardware = match opened.hardware() {
         Ok(hardware) => hardware,
         Err(error) => return none(error.to_string()),
     };
@@ -119,7 +120,7 @@ pub fn write<R: Engine, O: Operation>(
         command: format!(
             "cargo xtask gate {} --backend {} --arm fused --precision {} --seed {} --random {}",
             O::STEM,
-            R::WORD,
+            runtime.word(),
             word(precision),
             context.seed,
             context.random_cases

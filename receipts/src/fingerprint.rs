@@ -17,7 +17,7 @@
 //! Sources enter as streams of tokens. Comments, documentation and `#[cfg(test)]` items are left out, so that explaining
 //! a kernel or testing it costs no run on a GPU. `cuda/src/lib.rs` and `cuda/src/arm.rs` are left out as well: they list
 //! all operations, so every new one would make all receipts stale; so is `unported.rs`, which refuses those without
-//! kernels. That an arm ran is what the gate asserts itself,
+//! kernels, and `gpu.rs`, which picks a runtime. That an arm ran is what the gate asserts itself,
 //! from the device's ledger.
 
 use std::cell::RefCell;
@@ -33,7 +33,7 @@ const JUDGES: [&str; 7] =
 
 /// Files of `cuda/src` that no kernel's result depends on: the lists of operations with kernels and without, and what
 /// embeds receipts.
-const NO_KERNELS: [&str; 4] = ["lib.rs", "arm.rs", "receipts.rs", "unported.rs"];
+const NO_KERNELS: [&str; 5] = ["lib.rs", "arm.rs", "gpu.rs", "receipts.rs", "unported.rs"];
 
 /// Everything that the fingerprints of a workspace depend on, for a build script's `rerun-if-changed`.
 pub const INPUTS: [&str; 4] = ["cuda/src", "harness/src", "reference/src", "Cargo.lock"];

@@ -1,7 +1,7 @@
 //! Which backend a run computes on, and the learner on it.
 
 use anyhow::{Context, Result};
-use dormouse_cuda::{Cuda, Device, Engine, Lavapipe};
+use dormouse_cuda::{Gpu, Runtime};
 use dormouse_reference::Reference;
 use serde::{Deserialize, Serialize};
 
@@ -64,15 +64,15 @@ pub fn settle(run: &mut RunConfig) -> Result<Option<String>> {
     let mut note = None;
     match run.backend {
         Backend::Cpu => {}
-        Backend::Auto => match Cuda::open() {
+        Backend::Auto => match Runtime::Cuda.open() {
             Ok(_) => run.backend = Backend::Cuda,
             Err(why) => {
                 run.backend = Backend::Cpu;
                 note = Some(format!("no GPU answers, so the reference computes: {why}"));
             }
         },
-        Backend::Cuda => opened::<Cuda>()?,
-        Backend::Lavapipe => opened::<Lavapipe>()?,
+        Backend::Cuda => opened(Runtime::Cuda)?,
+        Backend::Lavapipe => opened(Runtime::Lavapipe)?,
     }
     match (run.validate(), &note) {
         (Err(error), Some(note)) => Err(anyhow::Error::from(error).context(note.clone())),
@@ -80,11 +80,11 @@ pub fn settle(run: &mut RunConfig) -> Result<Option<String>> {
     }
 }
 
-fn opened<R: Engine>() -> Result<()> {
-    R::open().map(|_| ()).with_context(|| {
+fn opened(runtime: Runtime) -> Result<()> {
+    runtime.open().map(|_| ()).with_context(|| {
         format!(
             "run.backend is {0}, and {0} cannot be opened; give --backend cpu, or auto to take what answers",
-            R::WORD
+            runtime.word()
         )
     })
 }
@@ -98,8 +98,8 @@ pub fn build(config: &Config) -> Result<Box<dyn Learner>> {
     settle(&mut settled.run)?;
     let config = &settled;
     match config.run.backend {
-        Backend::Cuda => on_device::<Cuda>(config),
-        Backend::Lavapipe => on_device::<Lavapipe>(config),
+        Backend::Cuda => on_device(Runtime::Cuda, config),
+        Backend::Lavapipe => on_device(Runtime::Lavapipe, config),
         Backend::Cpu | Backend::Auto => {
             let b = Reference::<f32>::new();
             let facts = Facts::new(&config.run, b.describe(), &[]);
@@ -108,8 +108,8 @@ pub fn build(config: &Config) -> Result<Box<dyn Learner>> {
     }
 }
 
-fn on_device<R: Engine>(config: &Config) -> Result<Box<dyn Learner>> {
-    let (b, facts) = open::<R>(&config.run)?;
+fn on_device(runtime: Runtime, config: &Config) -> Result<Box<dyn Learner>> {
+    let (b, facts) = open(runtime, &config.run)?;
     Ok(Box::new(ModelLearner::new(b, config)?.with_facts(facts)))
 }
 
@@ -119,8 +119,8 @@ fn on_device<R: Engine>(config: &Config) -> Result<Box<dyn Learner>> {
 /// The backend cannot be opened.
 pub fn generation(backend: Backend) -> Result<String> {
     Ok(match backend {
-        Backend::Cuda => Device::<Cuda>::open()?.generation(),
-        Backend::Lavapipe => Device::<Lavapipe>::open()?.generation(),
+        Backend::Cuda => Gpu::open(Runtime::Cuda)?.generation(),
+        Backend::Lavapipe => Gpu::open(Runtime::Lavapipe)?.generation(),
         Backend::Cpu | Backend::Auto => "none".to_owned(),
     })
 }
@@ -129,8 +129,8 @@ pub fn generation(backend: Backend) -> Result<String> {
 ///
 /// # Errors
 /// As for [`build`].
-pub fn open<R: Engine>(run: &RunConfig) -> Result<(Device<R>, Facts)> {
-    let b = Device::<R>::open()?;
+pub fn open(runtime: Runtime, run: &RunConfig) -> Result<(Gpu, Facts)> {
+    let b = Gpu::open(runtime)?;
     let choices = arms::choose(run, &b.generation())?;
     for choice in &choices {
         b.set_arm(choice.stem, choice.arm)?;
@@ -142,7 +142,7 @@ pub fn open<R: Engine>(run: &RunConfig) -> Result<(Device<R>, Facts)> {
 
 #[cfg(test)]
 mod tests {
-    use dormouse_cuda::{Cuda, Engine};
+    use dormouse_cuda::Runtime;
 
     use super::settle;
     use crate::config::{Backend, Math, RunConfig};
@@ -152,7 +152,7 @@ mod tests {
     fn auto_takes_what_answers_and_says_why_not() {
         let mut run = RunConfig { backend: Backend::Auto, ..RunConfig::default() };
         let note = settle(&mut run).unwrap();
-        match Cuda::open() {
+        match Runtime::Cuda.open() {
             Ok(_) => assert_eq!((run.backend, note), (Backend::Cuda, None)),
             Err(why) => {
                 assert_eq!(run.backend, Backend::Cpu);
@@ -164,7 +164,7 @@ mod tests {
     #[test]
     fn a_gpu_that_was_asked_for_and_is_missing_is_an_error_with_a_fix() {
         let mut run = RunConfig { backend: Backend::Cuda, ..RunConfig::default() };
-        match (Cuda::open(), settle(&mut run)) {
+        match (Runtime::Cuda.open(), settle(&mut run)) {
             (Ok(_), settled) => assert_eq!(settled.unwrap(), None),
             (Err(why), settled) => {
                 let error = settled.unwrap_err();

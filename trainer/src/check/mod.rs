@@ -34,7 +34,7 @@ mod steps;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail, ensure};
-use dormouse_cuda::{Arm, Cuda, Device, Engine, Lavapipe};
+use dormouse_cuda::{Arm, Gpu, Runtime};
 use dormouse_reference::{Backend, Reference};
 
 use crate::backend::{self, settle};
@@ -191,8 +191,8 @@ pub fn command(arguments: &CheckArgs) -> Result<()> {
         all::<Reference<f32>>().iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", ")
     );
     let red = match run.backend {
-        Word::Cuda => on_device::<Cuda>(arguments, &run, only)?,
-        Word::Lavapipe => on_device::<Lavapipe>(arguments, &run, only)?,
+        Word::Cuda => on_device(Runtime::Cuda, arguments, &run, only)?,
+        Word::Lavapipe => on_device(Runtime::Lavapipe, arguments, &run, only)?,
         Word::Cpu | Word::Auto => {
             let open = |_| Ok(Reference::<f32>::new());
             let lab = Lab { open: &open, math: Math::F32, graphs: false, quick: arguments.quick };
@@ -205,8 +205,8 @@ pub fn command(arguments: &CheckArgs) -> Result<()> {
     Ok(())
 }
 
-fn on_device<R: Engine>(arguments: &CheckArgs, run: &RunConfig, only: &str) -> Result<usize> {
-    say(&Device::<R>::open()?.describe());
+fn on_device(runtime: Runtime, arguments: &CheckArgs, run: &RunConfig, only: &str) -> Result<usize> {
+    say(&Gpu::open(runtime)?.describe());
     let mut red = 0;
     for word in &arguments.arms {
         let forced = Arm::ALL.into_iter().find(|arm| arm.word() == word);
@@ -216,15 +216,15 @@ fn on_device<R: Engine>(arguments: &CheckArgs, run: &RunConfig, only: &str) -> R
             bail!(ConfigError::Usage(problem));
         }
         for &math in &arguments.precision {
-            let open = |graphs: bool| -> Result<Device<R>> {
-                let (b, _) = backend::open::<R>(&RunConfig { precision: math, graph: graphs, ..run.clone() })?;
+            let open = |graphs: bool| -> Result<Gpu> {
+                let (b, _) = backend::open(runtime, &RunConfig { precision: math, graph: graphs, ..run.clone() })?;
                 if let Some(arm) = forced {
                     b.set_arms(arm);
                 }
                 Ok(b)
             };
-            let lab = Lab { open: &open, math, graphs: R::GRAPHS, quick: arguments.quick };
-            red += table(&lab, only, R::WORD, word);
+            let lab = Lab { open: &open, math, graphs: runtime.graphs(), quick: arguments.quick };
+            red += table(&lab, only, runtime.word(), word);
         }
     }
     Ok(red)

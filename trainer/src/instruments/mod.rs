@@ -10,7 +10,7 @@ mod engagement;
 use std::collections::BTreeMap;
 
 use dormouse_cuda::runtime::Activity;
-use dormouse_cuda::{Arm, Device, Engine, Ledger, Price, Site, catalogue};
+use dormouse_cuda::{Arm, Gpu, Ledger, Price, Site, catalogue};
 use dormouse_reference::{Precision, Reference, Result, Scalar};
 
 pub use engagement::{Ask, Asked, Engagement, Row};
@@ -83,14 +83,13 @@ impl<T: Scalar> Witness for Reference<T> {
     }
 }
 
-impl<R: Engine> Witness for Device<R> {
+impl Witness for Gpu {
     fn describe(&self) -> String {
-        Device::describe(self)
+        Gpu::describe(self)
     }
 
     fn generation(&self) -> String {
-        let hardware = R::open().and_then(|client| R::hardware(&client));
-        hardware.map_or_else(|_| R::WORD.to_owned(), |hardware| hardware.target)
+        Gpu::generation(self)
     }
 
     fn arithmetic(&self, stem: &str, asked: Precision) -> Precision {
@@ -107,11 +106,11 @@ impl<R: Engine> Witness for Device<R> {
     }
 
     fn ledgers(&self) -> BTreeMap<&'static str, Ledger> {
-        Device::ledgers(self)
+        Gpu::ledgers(self)
     }
 
     fn captures(&self) -> u64 {
-        Device::captures(self)
+        Gpu::captures(self)
     }
 
     fn products(&self) -> Vec<String> {
@@ -119,7 +118,7 @@ impl<R: Engine> Witness for Device<R> {
     }
 
     fn activity(&self) -> Activity {
-        Device::activity(self)
+        Gpu::activity(self)
     }
 
     fn wait(&self) -> Result<()> {
@@ -127,11 +126,11 @@ impl<R: Engine> Witness for Device<R> {
     }
 
     fn launch_price(&self) -> Result<Option<Price>> {
-        Device::launch_price(self).map(Some)
+        Gpu::launch_price(self).map(Some)
     }
 
     fn set_timers(&self, on: bool) {
-        Device::set_timers(self, on);
+        Gpu::set_timers(self, on);
     }
 }
 
