@@ -38,6 +38,11 @@ pub trait Witness {
         true
     }
 
+    /// Whether spectral factors can be rounded to other formats than f32.
+    fn has_formats(&self) -> bool {
+        true
+    }
+
     /// Whether calls and launches are counted at all.
     fn counts(&self) -> bool {
         false
@@ -100,6 +105,10 @@ impl<R: Engine> Witness for Device<R> {
 
     fn has(&self, stem: &str) -> bool {
         catalogue().iter().any(|kernels| kernels.stem == stem)
+    }
+
+    fn has_formats(&self) -> bool {
+        false
     }
 
     fn counts(&self) -> bool {
