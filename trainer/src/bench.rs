@@ -34,6 +34,8 @@ struct Measured {
     /// Muon's iterations; absent where AdamW moves everything.
     ns: Option<usize>,
     retract_every: u64,
+    /// Format of the spectral factors.
+    format: String,
     graph: bool,
     step_to: u64,
     /// Median and interquartile range.
@@ -161,6 +163,7 @@ fn measure(config: &Config, steps: u64, build: Build) -> Result<Measured> {
         seq: config.data.seq_bytes,
         ns: (config.optimizer.rule == Rule::Muon).then_some(config.optimizer.muon_iterations),
         retract_every: config.optimizer.retract_every_steps,
+        format: config.model.format.word().to_owned(),
         graph: learner.witness().is_some_and(|witness| witness.captures() > 0),
         step_to: steps,
         ms_median: quantile(0.5),
@@ -266,7 +269,7 @@ fn row(all: &[Measured], note: &str) -> Result<Row> {
         ("batch", first.batch.to_string()),
         ("seq", first.seq.to_string()),
         ("precision", first.facts.precision.clone()),
-        ("formats", "f32".to_owned()),
+        ("formats", first.format.clone()),
         ("arms", arms(&first.facts)),
         ("jepa", NONE.to_owned()),
         ("ns", first.ns.map_or(NONE.to_owned(), |ns| ns.to_string())),

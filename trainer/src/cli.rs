@@ -58,7 +58,7 @@ pub enum Command {
 /// Where a configuration's values come from, weakest first: preset, file, --set, flags.
 #[derive(Clone, Debug, Default, Args)]
 pub struct ConfigArgs {
-    /// Preset to start from: nano (the default) or tiny.
+    /// Preset to start from: nano (the default), tiny, small or base.
     #[arg(long, help_heading = "Configuration")]
     pub preset: Option<String>,
     /// TOML file laid over the preset.
@@ -306,9 +306,13 @@ pub struct GenerateArgs {
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   dormouse inspect                                    the default configuration, every key
+  dormouse inspect small                              parameters, groups, memory and FLOPs of a preset
   dormouse inspect --preset tiny --data my-texts/
   dormouse inspect --run runs/first                   a run and its checkpoints")]
 pub struct InspectArgs {
+    /// Preset to inspect, as --preset.
+    #[arg(value_name = "PRESET", conflicts_with_all = ["preset", "run"])]
+    pub start: Option<String>,
     /// Configuration and data.
     #[command(flatten)]
     pub config: ConfigArgs,

@@ -10,9 +10,7 @@ use anyhow::{Context, bail, ensure};
 use crate::anchors::{Anchors, FIT_LIMIT_BYTES};
 use crate::backend;
 use crate::checkpoint::{self, Loaded};
-use crate::cli::{
-    AnchorsArgs, ArmsArgs, AtlasCommand, Command, EvalArgs, GenerateArgs, InspectArgs, ReplayArgs, TrainArgs,
-};
+use crate::cli::{AnchorsArgs, ArmsArgs, AtlasCommand, Command, EvalArgs, GenerateArgs, ReplayArgs, TrainArgs};
 use crate::config::{Backend, Config, ConfigError, Sources, resolve};
 use crate::data::{Batch, Data};
 use crate::exit::{Exit, NonFiniteResult};
@@ -20,8 +18,8 @@ use crate::instruments::atlas::Atlas;
 use crate::progress::say;
 use crate::run::RunFolder;
 use crate::signals::Stop;
-use crate::train::{self, Build, Learner, Limits, parameter_table};
-use crate::{bench, check};
+use crate::train::{self, Build, Learner, Limits};
+use crate::{bench, check, inspect};
 
 /// Runs a subcommand and turns its error, if any, into a message and an exit code.
 pub fn run(command: Command, build: Build) -> ExitCode {
@@ -29,7 +27,7 @@ pub fn run(command: Command, build: Build) -> ExitCode {
         Command::Train(arguments) => train(&arguments, build),
         Command::Eval(arguments) => eval(&arguments, build),
         Command::Generate(arguments) => generate(&arguments, build),
-        Command::Inspect(arguments) => inspect(&arguments, build),
+        Command::Inspect(arguments) => inspect::command(&arguments),
         Command::Anchors(arguments) => anchors(&arguments),
         Command::Arms(arguments) => arms(&arguments),
         Command::Atlas(command) => atlas(&command),
@@ -241,56 +239,6 @@ fn generate(arguments: &GenerateArgs, build: Build) -> anyhow::Result<()> {
     }
 }
 
-fn inspect(arguments: &InspectArgs, build: Build) -> anyhow::Result<()> {
-    let run = arguments.run.as_deref().map(RunFolder::open).transpose()?;
-    let base = run.as_ref().map(RunFolder::config).transpose()?;
-    let config = resolve(&arguments.device.over(Sources { base, ..arguments.config.sources() }))?;
-    let learner = build(&config)?;
-    say(config.to_toml().trim_end());
-    say("");
-    for parameter in learner.parameters() {
-        let shape: Vec<String> = parameter.shape.iter().map(usize::to_string).collect();
-        say(&format!("{:40} {:>16}  {}", parameter.name, format!("[{}]", shape.join(", ")), parameter.group));
-    }
-    say(&parameter_table(&*learner));
-    let state = learner.export()?;
-    let bytes = |tensors: &std::collections::BTreeMap<String, checkpoint::Tensor>| -> usize {
-        tensors.values().map(|tensor| 4 * tensor.shape.iter().product::<usize>()).sum()
-    };
-    say(&format!("checkpoint: {} bytes of weights, {} of optimiser", bytes(&state.weights), bytes(&state.optimizer)));
-    let schedule = config.schedule();
-    let total = config.train.total_steps;
-    say(&format!(
-        "schedule: {} steps of warm-up, {} of decay, {} in all; {} bytes a step",
-        schedule.warmup_steps(total),
-        schedule.decay_steps(total),
-        total,
-        config.bytes_per_step()
-    ));
-    let data = Data::open(&config)?;
-    say(&format!(
-        "data: {}, {} bytes, {} windows an epoch, {} held-out windows; the run sees {:.2} epochs",
-        data.corpus.name(),
-        data.corpus.len(),
-        data.train.windows_per_epoch(),
-        data.eval.windows().len(),
-        data.train.epochs(total, config.train.batch_rows as u64)
-    ));
-    if let Some(run) = run {
-        for (path, outcome) in checkpoint::list(&run.checkpoints())? {
-            let text = match outcome {
-                Ok(manifest) => match manifest.eval_bpb {
-                    Some(bpb) => format!("good, held-out bpb {bpb:.4}"),
-                    None => "good, not scored".into(),
-                },
-                Err(error) => error.to_string(),
-            };
-            say(&format!("{}: {text}", path.display()));
-        }
-    }
-    Ok(())
-}
-
 fn replay(arguments: &ReplayArgs, build: Build) -> anyhow::Result<()> {
     let folder: &Path = &arguments.bundle;
     let loaded = checkpoint::load(folder)?;
@@ -305,7 +253,7 @@ fn replay(arguments: &ReplayArgs, build: Build) -> anyhow::Result<()> {
         bytes.len(),
         len + 1
     );
-    let batch = Batch { step: loaded.manifest.next_step, rows, len, bytes };
+    let batch = Batch { step: loaded.manifest.next_step, rows, len, bytes, keys: None };
     let mut learner = build(&elsewhere(&config, None)?)?;
     learner.import(&loaded.state).with_context(|| format!("cannot load `{}`", folder.display()))?;
     match learner.first_nonfinite(&batch)? {

@@ -69,9 +69,30 @@ impl HostTable {
         HostTable { width, table, m: vec![0.0; len], v: vec![0.0; len], counts: vec![0; rows] }
     }
 
+    /// A table with its moments and counts, `[table, m, v]`; none if they do not fit each other.
+    pub fn of(width: usize, [table, m, v]: [Vec<f32>; 3], counts: Vec<u32>) -> Option<HostTable> {
+        let fits = width > 0 && [&table, &m, &v].iter().all(|values| values.len() == counts.len() * width);
+        fits.then_some(HostTable { width, table, m, v, counts })
+    }
+
     /// Rows of the table.
     pub fn rows(&self) -> usize {
         self.counts.len()
+    }
+
+    /// Numbers of a row.
+    pub fn width(&self) -> usize {
+        self.width
+    }
+
+    /// Table, first and second moment, each row-major.
+    pub fn buffers(&self) -> [&[f32]; 3] {
+        [&self.table, &self.m, &self.v]
+    }
+
+    /// Applied updates of every row.
+    pub fn counts(&self) -> &[u32] {
+        &self.counts
     }
 
     /// The table's numbers, row-major.
@@ -180,11 +201,28 @@ impl HostTable {
         write().map_err(|cause| HostTableError::Io { operation: "write", path: path.to_owned(), cause })
     }
 
+    /// Bytes of the file that [`HostTable::save`] writes.
+    pub fn file_bytes(&self) -> u64 {
+        file_bytes(self.rows(), self.width)
+    }
+
     /// Reads the table of a checkpoint after `step` steps; nothing is returned before the last checksum holds.
     ///
     /// # Errors
     /// Any [`HostTableError`]: another kind of file, another format, step or shape, or damage.
     pub fn load(path: &Path, step: u64, rows: usize, width: usize) -> Result<HostTable, HostTableError> {
+        Self::read(path, step, Some([rows, width]))
+    }
+
+    /// [`HostTable::load`] of a table of any shape.
+    ///
+    /// # Errors
+    /// As [`HostTable::load`], but for the shape.
+    pub fn open(path: &Path, step: u64) -> Result<HostTable, HostTableError> {
+        Self::read(path, step, None)
+    }
+
+    fn read(path: &Path, step: u64, shape: Option<[usize; 2]>) -> Result<HostTable, HostTableError> {
         let io = |cause| HostTableError::Io { operation: "read", path: path.to_owned(), cause };
         let damaged = |problem: String| HostTableError::Damaged { path: path.to_owned(), problem };
         let file = File::open(path).map_err(io)?;
@@ -210,9 +248,13 @@ impl HostTable {
         if word(28) != step {
             return Err(HostTableError::Step { path: path.to_owned(), got: word(28), expected: step });
         }
-        if [word(12), word(20)] != [rows as u64, width as u64] {
-            let (got, expected) = ([word(12), word(20)], [rows as u64, width as u64]);
-            return Err(HostTableError::Shape { path: path.to_owned(), got, expected });
+        let found = [word(12), word(20)];
+        if let Some(expected) = shape.map(|shape| shape.map(|len| len as u64)).filter(|expected| *expected != found) {
+            return Err(HostTableError::Shape { path: path.to_owned(), got: found, expected });
+        }
+        let [rows, width] = found.map(|len| len as usize);
+        if width == 0 {
+            return Err(damaged("its rows have no width".into()));
         }
         let mut table = HostTable::new(width, vec![0.0; rows * width]);
         let mut raw = vec![0; 4 * CHUNK];
@@ -237,12 +279,16 @@ impl HostTable {
         if u32::from_le_bytes(written) != crc {
             return Err(damaged(format!("it has CRC-32C {crc:08x}, expected {:08x}", u32::from_le_bytes(written))));
         }
-        let expected = (HEADER_BYTES + 4 * (3 * rows * width + rows) + 4) as u64;
+        let expected = file_bytes(rows, width);
         if got != expected {
             return Err(damaged(format!("it has {got} bytes, expected {expected}")));
         }
         Ok(table)
     }
+}
+
+fn file_bytes(rows: usize, width: usize) -> u64 {
+    (HEADER_BYTES + 4 * (3 * rows * width + rows) + 4) as u64
 }
 
 /// A file and the checksum of all that went through.
@@ -363,6 +409,8 @@ mod tests {
         let table = moved();
         table.save(&path, 70).unwrap();
         assert_eq!(HostTable::load(&path, 70, 4, WIDTH).unwrap(), table);
+        assert_eq!(HostTable::open(&path, 70).unwrap(), table);
+        assert_eq!(std::fs::metadata(&path).unwrap().len(), table.file_bytes());
         let error = HostTable::load(&path, 71, 4, WIDTH).unwrap_err();
         assert!(matches!(error, HostTableError::Step { got: 70, expected: 71, .. }), "{error}");
         assert!(

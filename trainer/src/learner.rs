@@ -6,12 +6,14 @@
 //! empties at log cadence. So a step is the same operations on the same memory every time, which is what a device
 //! needs to capture it once and replay it.
 
+mod memory;
 mod update;
 
 use std::cell::RefCell;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use anyhow::{Context, Result, bail, ensure};
+use dormouse_reference::engram_hash::Compact;
 use dormouse_reference::muon;
 use dormouse_reference::{Backend, DType, Error, StepKey};
 use nalgebra::DMatrix;
@@ -23,9 +25,11 @@ use crate::checkpoint::{State, Tensor, TensorData};
 use crate::config::{Config, ModelConfig, Rule};
 use crate::data::Batch;
 use crate::instruments::{Ask, Asked, Engagement, Witness};
-use crate::model::{self, Ablation, Carry, Group, Model, Table, VOCABULARY};
+use crate::model::{self, Ablation, Carry, Model, Table, VOCABULARY};
 use crate::rng::{Purpose, stream};
 use crate::train::{Drift, Latch, Learner, Parameter, StepRecord};
+use memory::{MemoryPart, Reading};
+pub use memory::{parameters, resident};
 use update::MuonPart;
 
 /// Steps whose records the device holds until the host asks for them.
@@ -55,6 +59,8 @@ pub struct ModelLearner<B: Backend> {
     retracts_batched: bool,
     /// Muon, where the run has it. Its momentum lies in `m`, at the places of its parameters.
     muon: Option<MuonPart<B>>,
+    /// The n-gram memory, where the run has it.
+    memory: Option<MemoryPart<B>>,
     m: B::Tensor,
     v: B::Tensor,
     /// updates, skipped in all, skipped in this window, latched
@@ -98,9 +104,10 @@ impl<B: Backend + Witness> ModelLearner<B> {
             "optimizer.rule is muon, and {} has no kernels of it; give --backend cpu, or --set optimizer.rule=adamw",
             b.name()
         );
-        let mut model = Model::new(&b, &config.model, |stem| b.arithmetic(stem, config.run.precision.precision()))?;
-        model.table = model.table.grouped(o.rule);
-        ensure!(model.table.ranges(Group::Rows).is_empty(), "the learner has no rule for tables of rows");
+        memory::check(&b, config)?;
+        let precision = config.run.precision.precision();
+        let model = Model::with_table(&b, &config.model, resident(config), |stem| b.arithmetic(stem, precision))?;
+        let memory = MemoryPart::new(&b, config)?;
         let muon = match o.rule {
             Rule::Adamw => None,
             Rule::Muon => Some(MuonPart {
@@ -136,7 +143,7 @@ impl<B: Backend + Witness> ModelLearner<B> {
             loss_weight: b.persistent(&[1], float)?,
             ring: b.persistent(&[RING_STEPS, parts * n + RECORD_TAIL + retracted], float)?,
             scoring: Vec::new(),
-            stream: Stream::new(&b, &config.model)?,
+            stream: Stream::new(&b, &config.model, memory.as_ref())?,
             spreads: b.persistent(&[retracted], float)?,
             largest_spreads: vec![0.0; retracted],
             drained: Vec::new(),
@@ -150,6 +157,7 @@ impl<B: Backend + Witness> ModelLearner<B> {
             model,
             retracts_batched: b.has("retract_all"),
             muon,
+            memory,
             b,
         };
         learner.upload(&learner.model.params, &learner.model.table.initial(config.seed))?;
@@ -230,7 +238,8 @@ impl<B: Backend + Witness> ModelLearner<B> {
         Ok(self.b.download(tensor)?.into_raw_vec_and_offset().0)
     }
 
-    fn upload_batch(&self, batch: &Batch) -> Result<()> {
+    /// Brings a batch to the device; with a memory on the host, gives the names of its rows.
+    fn upload_batch(&self, batch: &Batch) -> Result<Option<Compact>> {
         let (rows, t) = (self.config.train.batch_rows, self.config.data.seq_bytes);
         ensure!(
             (batch.rows, batch.len) == (rows, t),
@@ -241,7 +250,8 @@ impl<B: Backend + Witness> ModelLearner<B> {
         );
         self.b.upload(batch.ids().mapv(f64::from).into_dyn().view(), &self.ids)?;
         self.b.upload(batch.targets().mapv(f64::from).into_dyn().view(), &self.targets)?;
-        Ok(())
+        let names = self.memory.as_ref().map(|memory| memory.upload(&self.b, &self.model, batch)).transpose()?;
+        Ok(names.flatten())
     }
 
     /// Forward and backward of every part of the batch, into zeroed gradients.
@@ -255,7 +265,9 @@ impl<B: Backend + Witness> ModelLearner<B> {
             let start = part * part_rows * t;
             let ids = b.view(&self.ids, start, &[part_rows, t])?;
             let targets = b.view(&self.targets, start, &[part_rows, t])?;
-            let batch = model::Batch { ids: &ids, targets: Some(&targets), denominator: rows * t };
+            let keys = self.memory.as_ref().map(|memory| memory.part(b, part)).transpose()?;
+            let memory = keys.as_ref().map(|[rows, order]| model::Memory { rows, order: Some(order), table: None });
+            let batch = model::Batch { ids: &ids, targets: Some(&targets), denominator: rows * t, memory };
             let forward = self.model.forward(b, &batch, None)?;
             for (i, loss) in forward.losses.iter().enumerate() {
                 b.keep(loss, &b.view(&self.losses, part * n + i, &[1])?)?;
@@ -317,17 +329,19 @@ impl<B: Backend + Witness> ModelLearner<B> {
     fn nll(&mut self, rows: &[Vec<u8>]) -> Result<Vec<f64>> {
         let shape = [rows.len(), rows[0].len() - 1];
         if !self.scoring.iter().any(|s| s.shape == shape) {
-            self.scoring.push(Scoring::new(&self.b, shape)?);
+            self.scoring.push(Scoring::new(&self.b, shape, self.memory.as_ref())?);
         }
         let at = self.scoring.iter().find(|s| s.shape == shape).expect("it was just added");
-        let bytes = |from: usize| -> ArrayD<f64> {
-            Array2::from_shape_fn(shape, |(r, i)| f64::from(rows[r][i + from])).into_dyn()
-        };
-        self.b.upload(bytes(0).view(), &at.ids)?;
-        self.b.upload(bytes(1).view(), &at.targets)?;
+        let bytes = |from: usize| Array2::from_shape_fn(shape, |(r, i)| rows[r][i + from]);
+        self.b.upload(bytes(0).mapv(f64::from).into_dyn().view(), &at.ids)?;
+        self.b.upload(bytes(1).mapv(f64::from).into_dyn().view(), &at.targets)?;
+        if let (Some(memory), Some(keys)) = (&self.memory, &at.keys) {
+            keys.upload(&self.b, memory, &bytes(0))?;
+        }
         self.issue(&self.key("eval", shape), &self.asks(true, false), &mut |b| {
             let targets = Some(&at.targets);
-            let batch = model::Batch { ids: &at.ids, targets, denominator: shape[0] * shape[1] };
+            let memory = at.keys.as_ref().map(Reading::memory);
+            let batch = model::Batch { ids: &at.ids, targets, denominator: shape[0] * shape[1], memory };
             let forward = self.model.forward(b, &batch, None)?;
             b.keep(forward.nll.as_ref().expect("a forward pass with targets has them"), &at.nll)
         })?;
@@ -341,15 +355,17 @@ struct Scoring<B: Backend> {
     ids: B::Tensor,
     targets: B::Tensor,
     nll: B::Tensor,
+    keys: Option<Reading<B>>,
 }
 
 impl<B: Backend> Scoring<B> {
-    fn new(b: &B, shape: [usize; 2]) -> Result<Self> {
+    fn new(b: &B, shape: [usize; 2], memory: Option<&MemoryPart<B>>) -> Result<Self> {
         Ok(Self {
             shape,
             ids: b.persistent(&shape, DType::U8)?,
             targets: b.persistent(&shape, DType::U8)?,
             nll: b.persistent(&shape, b.float())?,
+            keys: memory.map(|memory| Reading::new(b, memory, shape)).transpose()?,
         })
     }
 }
@@ -361,10 +377,11 @@ struct Stream<B: Backend> {
     id: B::Tensor,
     /// `[1, 1, 256]`
     logits: B::Tensor,
+    keys: Option<Reading<B>>,
 }
 
 impl<B: Backend> Stream<B> {
-    fn new(b: &B, m: &ModelConfig) -> Result<Self> {
+    fn new(b: &B, m: &ModelConfig, memory: Option<&MemoryPart<B>>) -> Result<Self> {
         let context = || b.persistent(&[1, model::CONV_WIDTH - 1, m.heads * m.head_width], b.float());
         let carry = (0..m.iterations)
             .map(|_| {
@@ -374,7 +391,12 @@ impl<B: Backend> Stream<B> {
                 })
             })
             .collect::<std::result::Result<Vec<_>, Error>>()?;
-        Ok(Self { carry, id: b.persistent(&[1, 1], DType::U8)?, logits: b.persistent(&[1, 1, VOCABULARY], b.float())? })
+        Ok(Self {
+            carry,
+            id: b.persistent(&[1, 1], DType::U8)?,
+            logits: b.persistent(&[1, 1, VOCABULARY], b.float())?,
+            keys: memory.map(|memory| Reading::new(b, memory, [1, 1])).transpose()?,
+        })
     }
 
     /// Back to the start of a sequence.
@@ -384,6 +406,9 @@ impl<B: Backend> Stream<B> {
                 b.fill(context, 0.0)?;
             }
             b.fill(&carry.state, 0.0)?;
+        }
+        if let Some(keys) = &self.keys {
+            keys.clear();
         }
         Ok(())
     }
@@ -395,8 +420,12 @@ impl<B: Backend> Stream<B> {
     {
         let b = &learner.b;
         b.upload(ArrayD::from_elem(IxDyn(&[1, 1]), f64::from(byte)).view(), &self.id)?;
+        if let (Some(memory), Some(keys)) = (&learner.memory, &self.keys) {
+            keys.upload_next(b, memory, byte)?;
+        }
         learner.issue(&learner.key("generate", [1, 1]), &learner.asks(false, false), &mut |b| {
-            let batch = model::Batch { ids: &self.id, targets: None, denominator: 1 };
+            let memory = self.keys.as_ref().map(Reading::memory);
+            let batch = model::Batch { ids: &self.id, targets: None, denominator: 1, memory };
             let forward = learner.model.forward(b, &batch, Some(&self.carry))?;
             for (new, kept) in forward.carry.iter().zip(&self.carry) {
                 for (new, kept) in new.conv.iter().zip(&kept.conv) {
@@ -422,7 +451,7 @@ impl<B: Backend + Witness> Learner for ModelLearner<B> {
             self.next_step - 1
         );
         self.b.stage("data");
-        self.upload_batch(batch)?;
+        let names = self.upload_batch(batch)?;
         self.upload(&self.lr, &[lr])?;
         if let Some(part) = &self.muon {
             self.upload(&part.lr, &[part.ratio * lr])?;
@@ -440,6 +469,9 @@ impl<B: Backend + Witness> Learner for ModelLearner<B> {
             self.gradients(b)?;
             self.update(b, retracts)
         })?;
+        if let Some(names) = names {
+            self.update_host_table(&names, batch.step, lr)?;
+        }
         self.next_step = batch.step + 1;
         self.pending += 1;
         Ok(())
@@ -498,7 +530,7 @@ impl<B: Backend + Witness> Learner for ModelLearner<B> {
         let buffers = [("", &self.model.params), ("m.", &self.m), ("v.", &self.v)];
         for (prefix, buffer) in buffers {
             let flat = self.flat(buffer)?;
-            for param in &self.model.table.params {
+            for param in self.flat_params() {
                 let values = flat[param.range()].iter().map(|&x| x as f32).collect();
                 let tensor = Tensor::f32(&param.shape, values);
                 let into = if prefix.is_empty() { &mut state.weights } else { &mut state.optimizer };
@@ -506,15 +538,19 @@ impl<B: Backend + Witness> Learner for ModelLearner<B> {
             }
         }
         state.optimizer.insert("counters".to_owned(), Tensor::u32(&[4], counters.to_vec()));
+        if let Some(memory) = &self.memory {
+            memory.export(&self.b, &mut state)?;
+        }
         Ok(state)
     }
 
     fn import(&mut self, state: &State) -> Result<()> {
-        let table = &self.model.table;
         // Everything is checked before anything changes.
+        let state = &*memory::placed(state, self.config.model.engram)?;
+        let table = &self.model.table;
         let gather = |tensors: &std::collections::BTreeMap<String, Tensor>, prefix: &str| -> Result<Vec<f64>> {
             let mut flat = Vec::with_capacity(table.len());
-            for param in &table.params {
+            for param in self.flat_params() {
                 let name = format!("{prefix}{}", param.name);
                 let tensor = tensors.get(&name).with_context(|| format!("checkpoint: tensor `{name}` is missing"))?;
                 ensure!(
@@ -526,9 +562,11 @@ impl<B: Backend + Witness> Learner for ModelLearner<B> {
                 let TensorData::F32(values) = &tensor.data else { bail!("checkpoint: tensor `{name}` is not f32") };
                 flat.extend(values.iter().map(|&x| f64::from(x)));
             }
+            // The room for the rows of a table on the host is filled before every step.
+            flat.resize(table.len(), 0.0);
             Ok(flat)
         };
-        let known = |name: &str| table.params.iter().any(|p| p.name == name);
+        let known = |name: &str| self.flat_params().any(|p| p.name == name);
         if let Some(unknown) = state.weights.keys().find(|name| !known(name)) {
             bail!("checkpoint: tensor `{unknown}` is none of this model's");
         }
@@ -537,6 +575,10 @@ impl<B: Backend + Witness> Learner for ModelLearner<B> {
         let counters = state.optimizer.get("counters").and_then(Tensor::as_u32);
         let counters = counters.filter(|c| c.len() == 4).context("checkpoint: `counters` is not four u32")?;
         let counters: Vec<f64> = counters.iter().map(|&x| f64::from(x)).collect();
+        let incoming = self.memory.as_ref().map(|memory| memory.incoming(state)).transpose()?;
+        if let (Some(memory), Some(incoming)) = (&mut self.memory, incoming) {
+            memory.import(&self.b, incoming)?;
+        }
         self.upload(&self.model.params, &params)?;
         self.upload(&self.m, &m)?;
         self.upload(&self.v, &v)?;
@@ -566,9 +608,7 @@ impl<B: Backend + Witness> Learner for ModelLearner<B> {
     }
 
     fn parameters(&self) -> Vec<Parameter> {
-        let all = self.model.table.params.iter();
-        all.map(|p| Parameter { name: p.name.to_owned(), shape: p.shape.clone(), group: p.group.word().to_owned() })
-            .collect()
+        parameters(&self.config)
     }
 
     fn first_nonfinite(&mut self, batch: &Batch) -> Result<Option<String>> {

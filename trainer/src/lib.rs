@@ -17,6 +17,7 @@ pub mod exit;
 pub mod history;
 pub mod host;
 pub mod host_table;
+pub mod inspect;
 pub mod instruments;
 pub mod jepa_targets;
 pub mod learner;

@@ -59,6 +59,18 @@ fn what_has_no_kernels_is_refused_before_the_run_starts() {
     }
     let refused = Place::new().run(&train("muon", &["--set", "optimizer.rule=muon"]));
     refused.expect(1, &["optimizer.rule is muon", "lavapipe f32 has no kernels of it; give --backend cpu"]);
+    for (set, words) in [
+        ("model.engram=device", ["model.engram is device", "has no kernels of engram; give --backend cpu"]),
+        ("model.engram=host", ["model.engram is host", "has no kernels of engram; give --backend cpu"]),
+        ("model.format=fp8", ["model.format is fp8", "has kernels of f32 only; give --backend cpu"]),
+    ] {
+        let place = Place::new();
+        place.run(&train("a", &["--set", set])).expect(1, &words);
+        assert!(!place.path("runs").exists(), "{set}: a run folder was made");
+    }
+    // The gates have kernels in all their options.
+    let gates = ["--set", "model.gate=softplus", "--set", "model.beta_scale=2", "--stop-at-step", "1", "--unverified"];
+    Place::new().run(&train("gates", &gates)).expect(0, &[]);
 }
 
 #[test]

@@ -100,6 +100,33 @@ fn the_whole_round_of_commands() {
     }
 }
 
+/// A run with a memory on the host as a user has it: trained, stopped, resumed, scored, used; the same as on the device.
+#[test]
+fn a_run_with_a_memory_on_the_host_goes_on_to_the_bit() {
+    let place = Place::new();
+    let more = |engram: &'static str| ["--set", engram, "--set", "model.engram_rows=512", "--accumulate", "2"];
+    place.run(&train("device", "8", &more("model.engram=device"))).expect(0, &[]);
+    place.run(&train("whole", "8", &more("model.engram=host"))).expect(0, &[]);
+    let stopped = [&more("model.engram=host")[..], &["--stop-at-step", "5"]].concat();
+    place.run(&train("half", "8", &stopped)).expect(0, &[]);
+    let other = ["train", "--resume", "runs/half", "--set", "model.engram_rows=64"];
+    place.run(&other).expect(2, &["--allow-change model.engram_rows"]);
+    place.run(&["train", "--resume", "runs/half"]).expect(0, &[]);
+    assert_eq!(state(&place, "half"), state(&place, "whole"));
+    let [device, whole] = ["device", "whole"].map(|name| state(&place, name));
+    assert_eq!(device.weights["kda.q"], whole.weights["kda.q"]);
+    let table = whole.table.expect("a table on the host");
+    assert_eq!(device.weights["engram.table"].as_f32(), Some(table.values()));
+    for command in ["eval", "generate"] {
+        let on = |name: &str| {
+            let done = place.run(&[command, &format!("runs/{name}")]);
+            done.expect(0, &[]);
+            done.out
+        };
+        assert_eq!(on("device"), on("whole"));
+    }
+}
+
 #[test]
 fn two_processes_with_one_seed_are_equal() {
     let place = Place::new();

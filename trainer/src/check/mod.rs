@@ -132,7 +132,7 @@ pub(crate) fn letters(config: &Config, step: u64) -> Batch {
         let mut rng = stream(9, Purpose::Test, step, row as u64);
         (0..=len).map(move |_| rng.random_range(97..123u8))
     });
-    Batch { step, rows, len, bytes: bytes.collect() }
+    Batch { step, rows, len, bytes: bytes.collect(), keys: None }
 }
 
 /// A check by its name.

@@ -2,11 +2,11 @@
 
 use std::ffi::CString;
 use std::fs::File;
-use std::io::{ErrorKind, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
-use super::CheckpointError;
+use super::{CheckpointError, FileEntry};
 
 /// Space that must be left beside a checkpoint, for the manifest, the logs and the file system's own blocks.
 const SLACK_BYTES: u64 = 1 << 20;
@@ -44,6 +44,25 @@ pub(super) fn write_synced(path: &Path, bytes: &[u8]) -> Result<(), CheckpointEr
         file.sync_all()
     };
     write().map_err(|cause| io_error("write", path, cause))
+}
+
+/// Size and checksum of a file that may be larger than what should be in memory at once.
+pub(super) fn entry(path: &Path) -> Result<FileEntry, CheckpointError> {
+    let read = || {
+        let mut file = File::open(path)?;
+        let mut chunk = vec![0; 1 << 20];
+        let mut entry = FileEntry { bytes: 0, crc32c: 0 };
+        loop {
+            match file.read(&mut chunk)? {
+                0 => return Ok(entry),
+                len => {
+                    entry.bytes += len as u64;
+                    entry.crc32c = crc32c::crc32c_append(entry.crc32c, &chunk[..len]);
+                }
+            }
+        }
+    };
+    read().map_err(|cause| io_error("read", path, cause))
 }
 
 /// Waits until a folder's entries are on the disk.

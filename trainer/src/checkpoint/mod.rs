@@ -1,7 +1,7 @@
 //! Checkpoints: a stop at any instant costs at most the steps since the last one.
 //!
 //! A checkpoint is a folder `step_000200` with `weights.safetensors`, `optimizer.safetensors`, `config.toml` and
-//! `manifest.json`. It is written as `step_000200.tmp`, the manifest last, every file and the folder synced, then renamed, then
+//! `manifest.json`, and with a memory on the host `engram.table`, which carries the step it belongs to. It is written as `step_000200.tmp`, the manifest last, every file and the folder synced, then renamed, then
 //! the parent is synced; so a folder without `.tmp` is complete unless the disk lost bytes, and sizes and checksums in the
 //! manifest say whether it did. [`newest_good`] believes nothing else.
 
@@ -15,10 +15,12 @@ pub use store::{Found, best_good, list, newest_good, retain};
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
 use crate::backend;
+use crate::host_table::{HostTable, HostTableError};
 
 /// Version of the folder's layout.
 pub const FORMAT: u32 = 1;
@@ -26,6 +28,8 @@ pub const FORMAT: u32 = 1;
 const WEIGHTS: &str = "weights.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
 const CONFIG: &str = "config.toml";
+/// The n-gram table of a run that has it in host memory.
+const TABLE: &str = "engram.table";
 const MANIFEST: &str = "manifest.json";
 
 /// What went wrong with a checkpoint.
@@ -42,6 +46,8 @@ pub enum CheckpointError {
     Damaged { path: PathBuf, problem: String },
     #[error("checkpoint: `{path}` has format {got}, expected {FORMAT}; use the version of dormouse that wrote it")]
     Format { path: PathBuf, got: u32 },
+    #[error(transparent)]
+    Table(HostTableError),
     #[error("checkpoint: no good checkpoint in `{path}`{skipped}; start a new run")]
     NoneGood { path: PathBuf, skipped: String },
 }
@@ -144,13 +150,19 @@ pub fn write_folder(folder: &Path, state: &State, facts: &Facts) -> Result<(), C
         (OPTIMIZER, state::to_safetensors(&state.optimizer)),
         (CONFIG, facts.config_toml.clone().into_bytes()),
     ];
-    let needed = files.iter().map(|(_, bytes)| bytes.len() as u64).sum();
+    let needed = files.iter().map(|(_, bytes)| bytes.len() as u64).sum::<u64>();
+    let needed = needed + state.table.as_ref().map_or(0, |table| table.file_bytes());
     disk::create_folder(folder)?;
     disk::check_space(folder, needed)?;
     let mut entries = BTreeMap::new();
     for (name, bytes) in files {
         disk::write_synced(&folder.join(name), &bytes)?;
         entries.insert(name.to_owned(), FileEntry { bytes: bytes.len() as u64, crc32c: crc32c::crc32c(&bytes) });
+    }
+    if let Some(table) = &state.table {
+        let path = folder.join(TABLE);
+        table.save(&path, facts.next_step).map_err(table_error)?;
+        entries.insert(TABLE.to_owned(), disk::entry(&path)?);
     }
     let manifest = Manifest {
         format: FORMAT,
@@ -207,7 +219,21 @@ fn read_checked(folder: &Path) -> Result<(Manifest, BTreeMap<String, Vec<u8>>), 
         }
         contents.insert(name.to_owned(), bytes);
     }
+    if let Some(entry) = manifest.files.get(TABLE) {
+        let got = disk::entry(&folder.join(TABLE)).map_err(|error| damaged(error.to_string()))?;
+        if got != *entry {
+            return Err(damaged(format!("{TABLE} is {got:?}, expected {entry:?}")));
+        }
+    }
     Ok((manifest, contents))
+}
+
+/// An error of a table's file as one of the checkpoint's.
+fn table_error(error: HostTableError) -> CheckpointError {
+    match error {
+        HostTableError::Io { operation, path, cause } => disk::io_error(operation, &path, cause),
+        other => CheckpointError::Table(other),
+    }
 }
 
 /// Checks a checkpoint without keeping its tensors.
@@ -233,6 +259,13 @@ pub fn load(folder: &Path) -> Result<Loaded, CheckpointError> {
     let state = State {
         weights: state::from_safetensors(&contents[WEIGHTS]).map_err(|e| damaged(format!("{WEIGHTS}: {e}")))?,
         optimizer: state::from_safetensors(&contents[OPTIMIZER]).map_err(|e| damaged(format!("{OPTIMIZER}: {e}")))?,
+        table: match manifest.files.contains_key(TABLE) {
+            true => {
+                let table = HostTable::open(&folder.join(TABLE), manifest.next_step).map_err(table_error)?;
+                Some(Arc::new(table))
+            }
+            false => None,
+        },
         updates: manifest.updates,
     };
     let config_toml = String::from_utf8(contents[CONFIG].clone()).map_err(|e| damaged(format!("{CONFIG}: {e}")))?;

@@ -2,8 +2,11 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use safetensors::{Dtype, SafeTensors, View};
+
+use crate::host_table::HostTable;
 
 /// Everything a learner needs to go on as if it had never stopped.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -12,9 +15,14 @@ pub struct State {
     pub weights: BTreeMap<String, Tensor>,
     /// What only the optimiser reads: moments, counters.
     pub optimizer: BTreeMap<String, Tensor>,
+    /// The n-gram table of a run that has it in host memory, with its moments and counts.
+    pub table: Option<Arc<HostTable>>,
     /// Steps whose update was applied.
     pub updates: u64,
 }
+
+/// The names of a host table's buffers, as tensors of them would have.
+const HOST_BUFFERS: [&str; 3] = ["engram.table", "m.engram.table", "v.engram.table"];
 
 /// A dense tensor, row-major.
 #[derive(Clone, Debug, PartialEq)]
@@ -41,7 +49,13 @@ impl State {
             TensorData::F32(values) => values.iter().any(|value| !value.is_finite()),
             TensorData::U32(_) => false,
         };
-        self.weights.iter().chain(&self.optimizer).find(|(_, tensor)| broken(tensor)).map(|(name, _)| name.as_str())
+        let tensors = self.weights.iter().chain(&self.optimizer);
+        let found = tensors.into_iter().find(|(_, tensor)| broken(tensor)).map(|(name, _)| name.as_str());
+        let table = || {
+            let buffers = self.table.iter().flat_map(|table| table.buffers()).zip(HOST_BUFFERS);
+            buffers.into_iter().find(|(values, _)| values.iter().any(|x| !x.is_finite())).map(|(_, name)| name)
+        };
+        found.or_else(table)
     }
 }
 

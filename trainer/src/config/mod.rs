@@ -4,11 +4,13 @@
 //! is printed and stored with the run, and is what a resumed run is compared with. Unknown keys are errors.
 
 mod diff;
+mod options;
 mod presets;
 mod resolve;
 mod run;
 
 pub use diff::{Change, changes, check_changes, flatten};
+pub use options::{Engram, Format, Gate};
 pub use presets::{PRESETS, preset};
 pub use resolve::{Sources, resolve};
 pub use run::{Backend, Math, RunConfig};
@@ -86,6 +88,24 @@ pub struct ModelConfig {
     pub rank: usize,
     /// Experts `E`.
     pub experts: usize,
+    /// Where the table of the n-gram memory lies; runs from before there was one have none.
+    #[serde(default)]
+    pub engram: Engram,
+    /// Rows of the table for each order of n-gram, `R`.
+    #[serde(default = "options::engram_rows")]
+    pub engram_rows: usize,
+    /// Width `W` of the table.
+    #[serde(default = "options::engram_width")]
+    pub engram_width: usize,
+    /// What spectral factors are rounded to.
+    #[serde(default)]
+    pub format: Format,
+    /// How the log decay is made of its logit.
+    #[serde(default)]
+    pub gate: Gate,
+    /// 1 or 2: the largest write strength beta.
+    #[serde(default = "options::beta_scale")]
+    pub beta_scale: u64,
 }
 
 /// The bytes a run reads.
@@ -359,6 +379,7 @@ impl Config {
             ));
         }
         self.run.validate()?;
+        options::validate(&self.model)?;
         if self.log.prompts.iter().any(String::is_empty) {
             return Err(invalid("log.prompts", "holds an empty prompt".into(), "give each prompt a byte or more"));
         }

@@ -4,7 +4,7 @@ use std::io::Write;
 
 use toml::Value;
 
-use super::{Config, ConfigError, PRESETS, Sources, changes, check_changes, preset, resolve};
+use super::{Config, ConfigError, Engram, PRESETS, Rule, Sources, changes, check_changes, preset, resolve};
 
 fn with_file(text: &str, sources: Sources) -> Result<Config, ConfigError> {
     let mut file = tempfile::Builder::new().prefix("run").suffix(".toml").tempfile().unwrap();
@@ -102,11 +102,26 @@ fn values_that_cannot_work_are_refused_with_their_key() {
         ("model.rank=1000", "above model.width = 256"),
         ("log.sample_temperature=0", "`log.sample_temperature` is 0"),
         ("optimizer.decay_percent=101", "from 0 to 100"),
+        ("model.engram_rows=0", "`model.engram_rows` is 0; give 1 or more; model.engram=off turns the memory off"),
+        ("model.engram_rows=1431655766", "`model.engram_rows` is 1431655766; give 1431655765 or less"),
+        ("model.engram_width=0", "`model.engram_width` is 0"),
+        ("model.engram_width=5000", "give 4096 or less"),
+        ("model.beta_scale=3", "`model.beta_scale` is 3; give 1, or 2"),
+        ("model.engram=gpu", "unknown variant `gpu`, expected one of `off`, `device`, `host`"),
+        ("model.format=int8", "unknown variant `int8`, expected one of `f32`, `bf16`, `f16`, `fp8`, `ternary`"),
+        ("model.gate=hard", "unknown variant `hard`, expected `bounded` or `softplus`"),
     ];
     for (argument, expected) in cases {
         let error = with_set(argument).unwrap_err().to_string();
         assert!(error.contains(expected), "{argument}: {error}");
     }
+}
+
+#[test]
+fn a_table_that_no_machine_holds_is_refused() {
+    let set = ["model.engram_width=4096", "model.engram_rows=1400000000"].map(str::to_owned).to_vec();
+    let error = resolve(&Sources { set, ..Sources::default() }).unwrap_err().to_string();
+    assert!(error.contains("`model.engram_rows` is 1400000000, and the table would have more than 2^40"), "{error}");
 }
 
 #[test]
@@ -133,4 +148,49 @@ fn a_resumed_run_shows_what_changed_and_refuses_other_mathematics() {
     assert!(error.contains("0.002") && error.contains("0.001"), "{error}");
     let both = ["optimizer.lr".to_owned(), "train.total_steps".to_owned()];
     assert!(check_changes(&then, &now, &both).unwrap().is_some());
+}
+
+#[test]
+fn the_presets_have_the_memory_of_the_specification() {
+    let memory = |name: &str| {
+        let config = preset(name).unwrap();
+        (config.model.engram, config.model.engram_rows, config.model.engram_width, config.optimizer.rule)
+    };
+    assert_eq!(memory("tiny"), (Engram::Off, 4096, 32, Rule::Adamw));
+    assert_eq!(memory("nano"), (Engram::Off, 8192, 32, Rule::Adamw));
+    assert_eq!(memory("small"), (Engram::Device, 32_768, 32, Rule::Muon));
+    assert_eq!(memory("base"), (Engram::Device, 32_768, 32, Rule::Muon));
+    let batch = |name: &str| preset(name).map(|c| (c.train.batch_rows, c.data.seq_bytes)).unwrap();
+    assert_eq!((batch("small"), batch("base")), ((8, 512), (8, 1024)));
+}
+
+/// A configuration from before there were options of the model had none of them.
+#[test]
+fn a_stored_configuration_without_the_options_has_the_model_it_had() {
+    let now = preset("tiny").unwrap();
+    let options = ["engram", "engram_rows", "engram_width", "format", "gate", "beta_scale"];
+    let is_option = |line: &&str| options.iter().any(|key| line.starts_with(&format!("{key} = ")));
+    let text = now.to_toml();
+    assert_eq!(text.lines().filter(is_option).count(), options.len());
+    let old: String = text.lines().filter(|line| !is_option(line)).map(|line| format!("{line}\n")).collect();
+    let then = Config::from_toml(&old, "config.toml".as_ref()).unwrap();
+    assert_eq!(then.model, super::ModelConfig { engram_rows: 32_768, ..now.model });
+}
+
+#[test]
+fn options_of_the_model_are_set_by_their_keys_and_refused_at_resume() {
+    let then = preset("tiny").unwrap();
+    for (argument, key) in [
+        ("model.engram=device", "model.engram"),
+        ("model.engram_rows=64", "model.engram_rows"),
+        ("model.format=ternary", "model.format"),
+        ("model.gate=softplus", "model.gate"),
+        ("model.beta_scale=2", "model.beta_scale"),
+    ] {
+        let set = Sources { base: Some(then.clone()), set: vec![argument.to_owned()], ..Sources::default() };
+        let now = resolve(&set).unwrap();
+        let error = check_changes(&then, &now, &[]).unwrap_err().to_string();
+        assert!(error.contains(&format!("--allow-change {key}")), "{argument}: {error}");
+        assert!(check_changes(&then, &now, &[key.to_owned()]).unwrap().is_some());
+    }
 }

@@ -3,6 +3,8 @@
 use dormouse_reference::engram_hash;
 use ndarray::{ArrayView2, Axis};
 
+use crate::config::{Config, Engram};
+
 /// The table's rows of a batch, and their order for the adjoint and the optimiser.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Keys {
@@ -26,6 +28,48 @@ impl Keys {
         let order = engram_hash::order(&rows);
         Keys { rows, order }
     }
+}
+
+/// How the keys of a training batch are made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KeyPlan {
+    /// Rows of the table for each order.
+    pub table_rows: usize,
+    /// Parts that a step's rows are computed in, one after the other.
+    pub parts: usize,
+}
+
+impl KeyPlan {
+    /// The plan of a configuration; none without a memory.
+    pub fn of(config: &Config) -> Option<KeyPlan> {
+        let on = config.model.engram != Engram::Off;
+        on.then_some(KeyPlan { table_rows: config.model.engram_rows, parts: config.train.accumulate })
+    }
+
+    /// The keys of a batch's bytes, `[b, t]`.
+    ///
+    /// # Panics
+    /// If the parts do not divide the rows: the configuration was checked.
+    pub fn keys(&self, ids: ArrayView2<'_, u8>, mask: Option<ArrayView2<'_, bool>>) -> BatchKeys {
+        let Keys { rows, order } = Keys::new(ids, mask, self.table_rows);
+        assert!(ids.nrows().is_multiple_of(self.parts), "{} parts of {} rows", self.parts, ids.nrows());
+        let part_len = rows.len() / self.parts;
+        let parts = rows.chunks(part_len.max(1)).flat_map(engram_hash::order).collect();
+        BatchKeys { rows, order, parts }
+    }
+}
+
+/// The keys of a training batch.
+///
+/// Every position has three rows, those at the start of a row with their shorter keys too, so there is nothing to pad.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BatchKeys {
+    /// `[b, t, 3]`, row-major: one row of the table for each order.
+    pub rows: Vec<u32>,
+    /// `[b t 3]`: the places of `rows` sorted by row, for the optimiser, which moves a row once a step.
+    pub order: Vec<u32>,
+    /// `[b t 3]`: part after part, the places of the part's own rows sorted by row, for its backward pass.
+    pub parts: Vec<u32>,
 }
 
 #[cfg(test)]
@@ -67,5 +111,21 @@ mod tests {
         ids[[0, 5]] = 200;
         assert_eq!(Keys::new(ids.view(), Some(mask.view()), 1 << 20), before);
         assert_ne!(Keys::new(ids.view(), None, 1 << 20), before);
+    }
+
+    #[test]
+    fn every_part_of_a_batch_has_the_keys_it_would_have_alone() {
+        let ids = Array2::from_shape_fn((6, 9), |(b, t)| ((b * 71 + t * 29) % 7) as u8);
+        for parts in [1, 2, 3, 6] {
+            let keys = KeyPlan { table_rows: 50, parts }.keys(ids.view(), None);
+            let whole = Keys::new(ids.view(), None, 50);
+            assert_eq!((&keys.rows, &keys.order), (&whole.rows, &whole.order));
+            let len = keys.rows.len() / parts;
+            for (part, rows) in ids.axis_chunks_iter(Axis(0), 6 / parts).enumerate() {
+                let alone = Keys::new(rows, None, 50);
+                assert_eq!(keys.rows[part * len..][..len], alone.rows);
+                assert_eq!(keys.parts[part * len..][..len], alone.order);
+            }
+        }
     }
 }

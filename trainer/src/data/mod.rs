@@ -12,7 +12,7 @@ mod split;
 mod windows;
 
 pub use corpus::{Corpus, Manifest, ManifestFile, SHIPPED_TEXT_NAME};
-pub use keys::Keys;
+pub use keys::{BatchKeys, KeyPlan, Keys};
 pub use prefetch::Prefetch;
 pub use spans::{FIRST_START, MASKED_SHARE, SPAN_BYTES, span_mask, start_probability};
 pub use split::{Segment, block_len, held_out_blocks, split};
@@ -60,6 +60,8 @@ pub struct Batch {
     pub len: usize,
     /// `[b, t+1]`, row after row.
     pub bytes: Vec<u8>,
+    /// The n-gram keys of the bytes, where the data worker made them; whoever needs them and finds none makes them.
+    pub keys: Option<BatchKeys>,
 }
 
 impl Batch {
@@ -75,6 +77,13 @@ impl Batch {
     /// What the model predicts: `[b, t]`, byte `p + 1` of the same row at position `p`. There is no wrap.
     pub fn targets(&self) -> Array2<u8> {
         self.grid().slice(ndarray::s![.., 1..]).to_owned()
+    }
+
+    /// The batch with the keys of a plan.
+    #[must_use]
+    pub fn with_keys(mut self, plan: Option<KeyPlan>) -> Batch {
+        self.keys = plan.map(|plan| plan.keys(self.ids().view(), None));
+        self
     }
 }
 
@@ -188,7 +197,7 @@ pub(crate) fn read_batch(corpus: &Corpus, train: &TrainWindows, step: u64, rows:
         let window = train.row(step, row, rows as u64);
         bytes.extend(corpus.read(window.start, window.len)?);
     }
-    Ok(Batch { step, rows, len, bytes })
+    Ok(Batch { step, rows, len, bytes, keys: None })
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread::JoinHandle;
 
-use super::{Batch, Corpus, DataError, TrainWindows, read_batch};
+use super::{Batch, Corpus, DataError, KeyPlan, TrainWindows, read_batch};
 
 /// Batches waiting at most; one would do, a second hides a slow read.
 const DEPTH: usize = 2;
@@ -16,19 +16,21 @@ pub struct Prefetch {
 }
 
 impl Prefetch {
-    /// Starts the worker. With `one_batch` every step gets the bytes of step 0.
+    /// Starts the worker. With `one_batch` every step gets the bytes of step 0; with `keys` it hashes and sorts them.
     pub fn start(
         corpus: Arc<Corpus>,
         train: TrainWindows,
         rows: usize,
         steps: std::ops::Range<u64>,
         one_batch: bool,
+        keys: Option<KeyPlan>,
     ) -> std::io::Result<Prefetch> {
         let (sender, receiver) = sync_channel(DEPTH);
         let work = move || {
             for step in steps {
                 let source = if one_batch { 0 } else { step };
-                let batch = read_batch(&corpus, &train, source, rows).map(|batch| Batch { step, ..batch });
+                let batch = read_batch(&corpus, &train, source, rows);
+                let batch = batch.map(|batch| Batch { step, ..batch }.with_keys(keys));
                 let failed = batch.is_err();
                 // A send fails only when the run has stopped asking.
                 if sender.send(batch).is_err() || failed {

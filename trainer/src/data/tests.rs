@@ -3,8 +3,8 @@
 use std::collections::HashSet;
 
 use super::{
-    Corpus, Data, DataError, EvalWindows, Manifest, Prefetch, Segment, TrainWindows, block_len, held_out_blocks,
-    permute, split,
+    Corpus, Data, DataError, EvalWindows, KeyPlan, Manifest, Prefetch, Segment, TrainWindows, block_len,
+    held_out_blocks, permute, split,
 };
 use crate::config::{Config, preset};
 
@@ -242,7 +242,7 @@ fn a_changed_file_is_named() {
 #[test]
 fn the_worker_gives_the_same_batches_and_passes_errors_on() {
     let data = Data::new(&config(), Corpus::from_bytes("m", varied(60_000)), None).unwrap();
-    let start = |steps, one| Prefetch::start(data.corpus.clone(), data.train.clone(), 4, steps, one).unwrap();
+    let start = |steps, one| Prefetch::start(data.corpus.clone(), data.train.clone(), 4, steps, one, None).unwrap();
     let mut worker = start(5..8, false);
     for step in 5..8 {
         assert_eq!(worker.next_batch().unwrap(), data.batch(step, 4).unwrap());
@@ -251,6 +251,9 @@ fn the_worker_gives_the_same_batches_and_passes_errors_on() {
     let mut one = start(5..8, true);
     assert_eq!(one.next_batch().unwrap().bytes, data.batch(0, 4).unwrap().bytes);
     assert_eq!(one.next_batch().unwrap().step, 6);
+    let plan = Some(KeyPlan { table_rows: 100, parts: 2 });
+    let keyed = Prefetch::start(data.corpus.clone(), data.train.clone(), 4, 5..6, false, plan).unwrap().next_batch();
+    assert_eq!(keyed.unwrap(), data.batch(5, 4).unwrap().with_keys(plan));
     // Dropped with batches unread, the worker ends.
     drop(start(0..1_000_000, false));
 
@@ -258,7 +261,7 @@ fn the_worker_gives_the_same_batches_and_passes_errors_on() {
     std::fs::write(file.path(), varied(60_000)).unwrap();
     let data = Data::new(&config(), Corpus::open(file.path()).unwrap(), None).unwrap();
     std::fs::write(file.path(), "cut short").unwrap();
-    let mut worker = Prefetch::start(data.corpus.clone(), data.train.clone(), 4, 0..9, false).unwrap();
+    let mut worker = Prefetch::start(data.corpus.clone(), data.train.clone(), 4, 0..9, false, None).unwrap();
     let error = worker.next_batch().unwrap_err();
     assert_eq!(crate::exit::Exit::of(&error), crate::exit::Exit::Data);
 }

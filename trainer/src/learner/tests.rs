@@ -9,6 +9,9 @@ use super::*;
 use crate::check::letters as batch;
 use crate::config::preset;
 
+mod memory;
+mod options;
+
 /// `tiny` with a batch small enough for many runs: odd length, several rows.
 fn tiny(rows: usize, seq_bytes: usize) -> Config {
     let mut config = preset("tiny").expect("tiny is a preset");
@@ -40,11 +43,22 @@ fn perturb<B: Backend + Witness>(learner: &ModelLearner<B>) -> Vec<f64> {
     flat
 }
 
+/// The forward pass of the batch that was uploaded.
+fn forward<B: Backend>(
+    learner: &ModelLearner<B>,
+    b: &B,
+    targets: bool,
+) -> dormouse_reference::Result<model::Forward<B>> {
+    let keys = learner.memory.as_ref().map(|memory| memory.part(b, 0)).transpose()?;
+    let memory = keys.as_ref().map(|[rows, order]| model::Memory { rows, order: Some(order), table: None });
+    let denominator = b.shape(&learner.ids).iter().product();
+    let targets = targets.then_some(&learner.targets);
+    learner.model.forward(b, &model::Batch { ids: &learner.ids, targets, denominator, memory }, None)
+}
+
 fn total_loss(learner: &ModelLearner<Reference<f64>>) -> f64 {
     step(&learner.b, &mut |b| {
-        let batch = model::Batch { ids: &learner.ids, targets: Some(&learner.targets), denominator: learner.ids.len() };
-        let forward = learner.model.forward(b, &batch, None)?;
-        for (i, loss) in forward.losses.iter().enumerate() {
+        for (i, loss) in forward(learner, b, true)?.losses.iter().enumerate() {
             b.keep(loss, &b.view(&learner.losses, i, &[1])?)?;
         }
         Ok(())
@@ -56,14 +70,18 @@ fn total_loss(learner: &ModelLearner<Reference<f64>>) -> f64 {
 /// The project's central claim, end to end: every parameter tensor's gradient is the derivative of the loss.
 #[test]
 fn the_whole_gradient_equals_central_differences_for_every_parameter() {
-    let config = tiny(2, 19);
-    let learner = learner::<f64>(&config);
+    central_differences(&tiny(2, 19), |_| true);
+}
+
+/// Holds the gradient of every parameter that is `chosen` against differences of the loss.
+fn central_differences(config: &Config, chosen: impl Fn(&str) -> bool) {
+    let learner = learner::<f64>(config);
     let base = perturb(&learner);
-    learner.upload_batch(&batch(&config, 0)).expect("the batch uploads");
+    learner.upload_batch(&batch(config, 0)).expect("the batch uploads");
     step(&learner.b, &mut |b| learner.gradients(b));
     let gradient = learner.flat(&learner.model.grads).expect("gradients download");
     let mut worst = 0.0f64;
-    for (row, param) in learner.model.table.params.iter().enumerate() {
+    for (row, param) in learner.model.table.params.iter().enumerate().filter(|(_, param)| chosen(param.name)) {
         for direction in 0..2u64 {
             let mut rng = stream(11, Purpose::Test, direction, row as u64);
             let v: Vec<f64> = (0..param.len()).map(|_| 0.1 * rng.sample::<f64, _>(StandardNormal)).collect();
@@ -95,21 +113,7 @@ fn the_whole_gradient_equals_central_differences_for_every_parameter() {
 
 #[test]
 fn a_detached_recurrence_kills_exactly_the_gradients_behind_it() {
-    let config = tiny(2, 19);
-    let mut learner = learner::<f64>(&config);
-    perturb(&learner);
-    learner.upload_batch(&batch(&config, 0)).expect("the batch uploads");
-    learner.set_ablation(Ablation::DetachRecurrence);
-    step(&learner.b, &mut |b| learner.gradients(b));
-    let gradient = learner.flat(&learner.model.grads).expect("gradients download");
-    let dead: Vec<&str> = learner
-        .model
-        .table
-        .params
-        .iter()
-        .filter(|p| gradient[p.range()].iter().all(|&g| g == 0.0))
-        .map(|p| p.name)
-        .collect();
+    let dead = dead(&tiny(2, 19), Ablation::DetachRecurrence);
     let behind = [
         "kda.q",
         "kda.k",
@@ -126,20 +130,35 @@ fn a_detached_recurrence_kills_exactly_the_gradients_behind_it() {
     assert_eq!(dead, behind);
 }
 
+/// The parameters without a gradient under a planted fault.
+fn dead(config: &Config, fault: Ablation) -> Vec<&'static str> {
+    let mut learner = learner::<f64>(config);
+    perturb(&learner);
+    learner.upload_batch(&batch(config, 0)).expect("the batch uploads");
+    learner.set_ablation(fault);
+    step(&learner.b, &mut |b| learner.gradients(b));
+    let gradient = learner.flat(&learner.model.grads).expect("gradients download");
+    let params = learner.model.table.params.iter();
+    params.filter(|p| gradient[p.range()].iter().all(|&g| g == 0.0)).map(|p| p.name).collect()
+}
+
 #[test]
 fn changing_a_byte_moves_no_output_before_it_in_any_iteration() {
-    let config = tiny(2, 31);
-    let learner = learner::<f32>(&config);
+    causality(&tiny(2, 31));
+}
+
+/// Changes bytes of the first of two rows of 31.
+fn causality(config: &Config) {
+    let learner = learner::<f32>(config);
     perturb(&learner);
     let b = &learner.b;
-    let first = batch(&config, 0);
+    let first = batch(config, 0);
     let shape = [config.model.iterations, 2, 31, VOCABULARY];
     let all = b.persistent(&shape, b.float()).expect("memory");
     let logits = |batch: &Batch| -> ArrayD<f64> {
         learner.upload_batch(batch).expect("the batch uploads");
         step(b, &mut |b| {
-            let batch = model::Batch { ids: &learner.ids, targets: None, denominator: 1 };
-            let forward = learner.model.forward(b, &batch, None)?;
+            let forward = forward(&learner, b, false)?;
             for (n, logits) in forward.logits.iter().enumerate() {
                 b.keep(logits, &b.view(&all, n * logits.len(), &shape[1..])?)?;
             }
@@ -167,22 +186,28 @@ fn changing_a_byte_moves_no_output_before_it_in_any_iteration() {
 #[test]
 fn the_first_loss_is_near_that_of_guessing() {
     for name in ["tiny", "nano"] {
-        let config = preset(name).expect("it is a preset");
-        let mut learner = learner::<f32>(&config);
-        learner.step(&batch(&config, 0), 0.0).expect("a step");
-        let record = &learner.drain().expect("records")[0];
-        let uniform = (VOCABULARY as f64).ln();
-        assert!((record.loss / uniform - 1.0).abs() < 0.08, "{name}: {} against {uniform}", record.loss);
+        first_loss(&preset(name).expect("it is a preset"));
     }
+}
+
+fn first_loss(config: &Config) {
+    let mut learner = learner::<f32>(config);
+    learner.step(&batch(config, 0), 0.0).expect("a step");
+    let record = &learner.drain().expect("records")[0];
+    let uniform = (VOCABULARY as f64).ln();
+    assert!((record.loss / uniform - 1.0).abs() < 0.08, "{}: {} against {uniform}", config.preset, record.loss);
 }
 
 #[test]
 fn one_batch_can_be_learnt_by_heart() {
-    let config = tiny(2, 24);
-    let mut learner = learner::<f32>(&config);
+    by_heart(&tiny(2, 24));
+}
+
+fn by_heart(config: &Config) {
+    let mut learner = learner::<f32>(config);
     let mut loss = f64::INFINITY;
     for s in 0..300 {
-        let batch = Batch { step: s, ..batch(&config, 0) };
+        let batch = Batch { step: s, ..batch(config, 0) };
         learner.step(&batch, 3e-3).expect("a step");
         loss = learner.drain().expect("records").last().expect("a record").loss;
         if loss < 0.05 {
@@ -197,16 +222,17 @@ fn one_batch_can_be_learnt_by_heart() {
 
 #[test]
 fn reading_byte_by_byte_equals_reading_at_once() {
-    let config = tiny(1, 23);
-    let learner = learner::<f32>(&config);
+    byte_by_byte(&tiny(1, 23));
+}
+
+/// Reads one row of 23 bytes.
+fn byte_by_byte(config: &Config) {
+    let learner = learner::<f32>(config);
     perturb(&learner);
-    let batch = batch(&config, 0);
+    let batch = batch(config, 0);
     learner.upload_batch(&batch).expect("the batch uploads");
     let all = learner.b.persistent(&[1, 23, VOCABULARY], learner.b.float()).expect("memory");
-    step(&learner.b, &mut |b| {
-        let batch = model::Batch { ids: &learner.ids, targets: None, denominator: 1 };
-        b.keep(learner.model.forward(b, &batch, None)?.logits.last().expect("an iteration"), &all)
-    });
+    step(&learner.b, &mut |b| b.keep(forward(&learner, b, false)?.logits.last().expect("an iteration"), &all));
     let at_once = learner.flat(&all).expect("logits");
     learner.stream.clear(&learner.b).expect("it clears");
     for (t, &byte) in batch.bytes[..23].iter().enumerate() {
@@ -221,8 +247,13 @@ fn reading_byte_by_byte_equals_reading_at_once() {
 
 #[test]
 fn parts_of_a_batch_add_up_to_the_whole() {
+    parts_add_up(&tiny(8, 17));
+}
+
+/// Computes eight rows of 17 bytes in parts.
+fn parts_add_up(config: &Config) {
     let gradients = |parts: usize| {
-        let mut config = tiny(8, 17);
+        let mut config = config.clone();
         config.train.accumulate = parts;
         let learner = learner::<f64>(&config);
         perturb(&learner);
@@ -247,20 +278,23 @@ fn parts_of_a_batch_add_up_to_the_whole() {
 
 #[test]
 fn ten_and_ten_steps_are_twenty_bit_for_bit() {
-    let config = tiny(2, 16);
+    ten_and_ten(&tiny(2, 16));
+}
+
+fn ten_and_ten(config: &Config) {
     let run = |learner: &mut ModelLearner<Reference<f32>>, steps: std::ops::Range<u64>| {
         for s in steps {
-            learner.step(&batch(&config, s), 1e-3).expect("a step");
+            learner.step(&batch(config, s), 1e-3).expect("a step");
         }
         learner.export().expect("it exports")
     };
-    let straight = run(&mut learner::<f32>(&config), 0..20);
-    let half = run(&mut learner::<f32>(&config), 0..10);
+    let straight = run(&mut learner::<f32>(config), 0..20);
+    let half = run(&mut learner::<f32>(config), 0..10);
     let mut resumed = learner::<f32>(&Config { seed: 77, ..config.clone() });
     resumed.import(&half).expect("it imports");
     assert_eq!(run(&mut resumed, 10..20), straight);
     // The test can fail: another batch gives other weights.
-    let mut other = learner::<f32>(&config);
+    let mut other = learner::<f32>(config);
     other.import(&half).expect("it imports");
     assert_ne!(run(&mut other, 11..21), straight);
 }

@@ -5,9 +5,11 @@ use dormouse_reference::muon::{self, Muon};
 use dormouse_reference::record::Record;
 use dormouse_reference::retract::{self, Retract};
 use dormouse_reference::retract_all::{self, RetractAll};
+use dormouse_reference::row_adam;
 use dormouse_reference::sanitise::{self, Sanitise};
 use dormouse_reference::{Backend, Result};
 
+use super::memory::MemoryPart;
 use super::{ModelLearner, POWER_ITERATIONS, SKIPS_ALLOWED};
 use crate::instruments::{Ask, Witness};
 use crate::model::Group;
@@ -27,8 +29,9 @@ impl<B: Backend + Witness> ModelLearner<B> {
     pub(super) fn update(&self, b: &B, retracts: bool) -> Result<()> {
         b.stage("sanitise and norm");
         let (o, table) = (&self.config.optimizer, &self.model.table);
-        // An update of Muon has the same size whatever the norm is, so its gradients have no part in the clipping.
-        let everything = 0..table.len();
+        // An update of Muon has the same size whatever the norm is, so its gradients have no part in the clipping. Nor
+        // have the memory's rows, which come last: a row that is seldom touched must not decide how far the rest moves.
+        let everything = 0..table.len() - table.ranges(Group::Rows).iter().map(ExactSizeIterator::len).sum::<usize>();
         let clip = match self.muon {
             None => vec![everything],
             Some(_) => [Group::Matrix, Group::Vector].into_iter().flat_map(|group| table.ranges(group)).collect(),
@@ -55,6 +58,9 @@ impl<B: Backend + Witness> ModelLearner<B> {
             let state = muon::State { params: &self.model.params, grads: &self.model.grads, m: &self.m };
             Muon::update(b, &part.config, state, muon::Scalars { lr: &part.lr, apply: &seen.apply })?;
         }
+        if let Some(memory) = &self.memory {
+            memory.update(b, &self.row_adam(), &self.model, [&self.m, &self.v, &self.lr], &seen)?;
+        }
         if retracts {
             b.stage("retraction");
             self.retract(b, &seen.apply)?;
@@ -62,6 +68,12 @@ impl<B: Backend + Witness> ModelLearner<B> {
         b.stage("reads");
         let record = [&self.losses, &seen.norm, &seen.nonfinite, &seen.scale, &seen.apply, &self.spreads];
         Record::update(b, &record, &self.step, &self.ring)
+    }
+
+    /// How the memory's rows move.
+    pub(super) fn row_adam(&self) -> row_adam::Config {
+        let o = &self.config.optimizer;
+        row_adam::Config { beta1: o.beta1, beta2: o.beta2, eps: o.eps }
     }
 
     /// Brings all factors back to orthonormal columns: at once where the backend can, else one after another.
@@ -87,6 +99,9 @@ impl<B: Backend + Witness> ModelLearner<B> {
         let mut forward = vec![("sanitise", 1), ("adamw", 1), ("record", 1)];
         if self.muon.is_some() {
             forward.push(("muon", 1));
+        }
+        if self.memory.as_ref().is_some_and(MemoryPart::moves_on_device) {
+            forward.push(("row_adam", 1));
         }
         if retracts {
             let factors = self.model.table.params.iter().filter(|p| p.retracted).count() as u64;

@@ -18,6 +18,8 @@ pub enum Ablation {
     DecayBiasDropped,
     /// The first head's write strength gets no gradient.
     FirstHeadBetaDropped,
+    /// No gradient flows back into the n-gram memory.
+    DetachMemory,
     /// The first loss of a step is NaN.
     NanLoss,
     /// The first element of the gradient is NaN.

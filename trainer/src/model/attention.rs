@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! q, k = L2norm_head( SiLU(conv(u W)) )     v = SiLU(conv(u W_v))
-//! g    = -5 sigma( exp(A) ((u W_down) W_up + dt_bias) )     beta = sigma(u W_beta)
+//! g    = -5 sigma( exp(A) ((u W_down) W_up + dt_bias) )     beta = sigma(u W_beta)      or their options
 //! a    = ( gatedRMSNorm( KDA(q, k, v, g, beta), u W_gate ) ) W_out
 //! ```
 
@@ -87,7 +87,7 @@ impl<B: Backend> Model<B> {
         let (beta_logit, beta) = self.linear(b, p, "kda.beta", u)?;
         let (gates, gate) = DecayGate::forward(
             b,
-            &configs::GATE,
+            &self.configs.gate,
             decay_gate::Inputs { z: &b.reshape(&z, &heads)?, y: &beta_logit },
             decay_gate::Params { a_log: &p.get("kda.a_log")?, dt_bias: &p.get("kda.dt_bias")? },
         )?;
@@ -170,7 +170,7 @@ impl<B: Backend> Model<B> {
         }
         let through_gate = DecayGate::backward(
             b,
-            &configs::GATE,
+            &self.configs.gate,
             &saved.gate,
             decay_gate::Outputs { g: &through_kda.dg, beta: &through_kda.dbeta },
             decay_gate::Params { a_log: &grads.get("kda.a_log")?, dt_bias: &grads.get("kda.dt_bias")? },

@@ -95,12 +95,16 @@ impl<B: Backend> Model<B> {
         .du;
         let du = self.linear_backward(b, grads, "dense", &saved.dense, &through_blend.ddense, Some(&du))?;
         let du = self.attention_backward(b, grads, &saved.attention, &through_blend.dattn, &du)?;
+        let dc = match (&saved.memory, &through_blend.dmemory) {
+            (Some(saved), Some(dm)) => self.memory_backward(b, grads, saved, dm, &through_residual.dc)?,
+            _ => through_residual.dc,
+        };
         let through_controller = Controller::backward(
             b,
             &self.configs.controller,
             &saved.controller,
             controller::Outputs { gates: &through_blend.dgates },
-            controller::Inputs { c: Some(&through_residual.dc), x0: later.x0.as_ref() },
+            controller::Inputs { c: Some(&dc), x0: later.x0.as_ref() },
             controller::Params { weight: &grads.get("controller")? },
         )?;
         let (gain, shift) = (grads.get("loop_norm")?, grads.iteration(n, self.config.width)?);

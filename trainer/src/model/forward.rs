@@ -5,6 +5,7 @@ use dormouse_reference::controller::{self, Controller};
 use dormouse_reference::cross_entropy::{self, CrossEntropy};
 use dormouse_reference::decay_gate;
 use dormouse_reference::embedding::{self, Embedding};
+use dormouse_reference::engram::{self, Engram};
 use dormouse_reference::expert::{self, Expert};
 use dormouse_reference::gated_rms_norm;
 use dormouse_reference::kda;
@@ -14,31 +15,34 @@ use dormouse_reference::residual::{self, Residual};
 use dormouse_reference::rms_norm::{self, RmsNorm};
 use dormouse_reference::short_conv;
 use dormouse_reference::spectral::{self, Spectral};
-use dormouse_reference::{Backend, FactorFormat, Precision, Result};
+use dormouse_reference::{Backend, Precision, Result};
 
 use super::ablation::Ablation;
 use super::attention::{self, Carry};
+use super::memory::{self, Memory};
 use super::{Model, Views};
-use crate::config::ModelConfig;
+use crate::config::{self, ModelConfig};
 
-/// The configs of the operations with matrix products, whose arithmetic a run chooses.
+/// The configs of the operations that a run chooses something of: the arithmetic of products, formats, gates.
 pub(super) struct Configs {
     pub linear: linear::Config,
     pub spectral: spectral::Config,
     pub expert: expert::Config,
     pub controller: controller::Config,
     pub kda: kda::Config,
+    pub gate: decay_gate::Config,
+    pub engram: engram::Config,
 }
 
 impl Configs {
     pub fn new(m: &ModelConfig, precision: &dyn Fn(&str) -> Precision) -> Self {
         Self {
             linear: linear::Config { precision: precision("linear") },
-            spectral: spectral::Config { precision: precision("spectral"), format: FactorFormat::F32 },
+            spectral: spectral::Config { precision: precision("spectral"), format: m.format.factor() },
             expert: expert::Config {
                 precision: precision("expert"),
                 ffn: expert::Ffn::Silu,
-                format: FactorFormat::F32,
+                format: m.format.factor(),
             },
             controller: controller::Config { precision: precision("controller"), experts: m.experts },
             // A state every 64 tokens, the chunk of the device kernels, so that states can be compared one by one.
@@ -49,20 +53,20 @@ impl Configs {
                 memory: kda::Memory::Save,
                 precision: precision("kda"),
             },
+            gate: decay_gate::Config { kind: m.gate.kind(), beta_scale: m.beta_scale as f64 },
+            engram: memory::config(precision("engram")),
         }
     }
 }
 
 /// The operations' configs that are constants of the model.
 pub(super) mod configs {
-    use super::{blend, cross_entropy, decay_gate, embedding, gated_rms_norm, l2_norm, residual, rms_norm, short_conv};
+    use super::{blend, cross_entropy, embedding, gated_rms_norm, l2_norm, residual, rms_norm, short_conv};
 
     pub const EMBEDDING: embedding::Config = embedding::Config {};
     pub const NORM: rms_norm::Config = rms_norm::Config { eps: 1e-3 };
     pub const CONV: short_conv::Config = short_conv::Config {};
     pub const L2: l2_norm::Config = l2_norm::Config { eps: 1e-6 };
-    pub const GATE: decay_gate::Config =
-        decay_gate::Config { kind: decay_gate::Kind::Bounded { lower_bound: -5.0 }, beta_scale: 1.0 };
     /// mean o^2 starts near 1e-5, so a larger eps would swamp it.
     pub const OUT_NORM: gated_rms_norm::Config = gated_rms_norm::Config { eps: 1e-8 };
     /// The memory branch may carry at most half of what it shares with the dense one.
@@ -82,6 +86,8 @@ pub struct Batch<'a, T> {
     pub targets: Option<&'a T>,
     /// Positions that the mean loss is over: more than B T when a step is computed in several parts.
     pub denominator: usize,
+    /// The n-gram keys; present exactly where the model has a memory.
+    pub memory: Option<Memory<'a, T>>,
 }
 
 /// What each operation of one iteration saved.
@@ -89,6 +95,7 @@ pub(super) struct Saved<B: Backend> {
     pub norm: <B as RmsNorm>::Saved,
     pub controller: <B as Controller>::Saved,
     pub attention: attention::Saved<B>,
+    pub memory: Option<<B as Engram>::Saved>,
     pub dense: <B as Linear>::Saved,
     pub expert: <B as Expert>::Saved,
     pub blend: <B as Blend>::Saved,
@@ -116,12 +123,16 @@ pub struct Forward<B: Backend> {
 
 impl<B: Backend> Model<B> {
     /// Runs the model on a batch. `carry` continues sequences whose earlier part was another call.
+    ///
+    /// # Panics
+    /// If the batch has keys and the model no memory, or the other way round: a memory that is not asked would go unnoticed.
     pub fn forward(
         &self,
         b: &B,
         batch: &Batch<'_, B::Tensor>,
         carry: Option<&[Carry<B::Tensor>]>,
     ) -> Result<Forward<B>> {
+        assert_eq!(batch.memory.is_some(), self.config.engram != config::Engram::Off, "keys go with a memory");
         b.stage("student forward");
         let p = Views { b, table: &self.table, flat: &self.params };
         let table = p.get("embedding")?;
@@ -179,12 +190,20 @@ impl<B: Backend> Model<B> {
             controller::Params { weight: &p.get("controller")? },
         )?;
         let attention = self.attention(b, p, u, carry)?;
+        let memory = batch.memory.as_ref().map(|keys| self.memory(b, p, keys, c)).transpose()?;
+        let (memory, memory_saved) = memory.unzip();
         let (dense, dense_saved) = self.linear(b, p, "dense", u)?;
         let (experts, expert) = self.experts(b, p, u)?;
         let (y, blend) = Blend::forward(
             b,
             &configs::BLEND,
-            blend::Inputs { gates: &gates.gates, attn: &attention.y, dense: &dense, experts: &experts, memory: None },
+            blend::Inputs {
+                gates: &gates.gates,
+                attn: &attention.y,
+                dense: &dense,
+                experts: &experts,
+                memory: memory.as_ref(),
+            },
         )?;
         let (next, residual) = Residual::forward(
             b,
@@ -220,6 +239,7 @@ impl<B: Backend> Model<B> {
             norm,
             controller,
             attention: attention.saved,
+            memory: memory_saved,
             dense: dense_saved,
             expert,
             blend,

@@ -73,8 +73,7 @@ fn matrices(param: &Param) -> [usize; 3] {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::preset;
-    use crate::model::Init;
+    use crate::config::{Engram, preset};
 
     fn tiny(rule: Rule) -> Table {
         Table::new(&preset("tiny").expect("tiny is a preset").model).grouped(rule)
@@ -82,15 +81,17 @@ mod tests {
 
     #[test]
     fn every_element_is_in_exactly_one_group_under_every_rule() {
-        for rule in [Rule::Adamw, Rule::Muon] {
-            let table = tiny(rule);
+        for (name, rule) in [("tiny", Rule::Adamw), ("tiny", Rule::Muon), ("small", Rule::Adamw), ("small", Rule::Muon)]
+        {
+            let model = preset(name).expect("it is a preset").model;
+            let table = Table::new(&model).grouped(rule);
             let mut covered = vec![0; table.len()];
             for range in Group::ALL.iter().flat_map(|&group| table.ranges(group)) {
                 covered[range].iter_mut().for_each(|n| *n += 1);
             }
-            assert!(covered.iter().all(|&n| n == 1), "{rule:?}");
+            assert!(covered.iter().all(|&n| n == 1), "{name} {rule:?}");
             // What Muon's own table covers is what its groups say.
-            let moved: usize = table.muon(2, 0.1).iter().map(|matrix| matrix.range().len()).sum();
+            let moved: usize = table.muon(model.heads, 0.1).iter().map(|matrix| matrix.range().len()).sum();
             let grouped = [Group::Muon, Group::MuonByHead].into_iter().flat_map(|group| table.ranges(group));
             assert_eq!(moved, grouped.map(|range| range.len()).sum::<usize>());
             assert_eq!(moved > 0, rule == Rule::Muon);
@@ -111,32 +112,28 @@ mod tests {
         assert_eq!(members(Group::MuonByHead), ["kda.q", "kda.k", "kda.v"]);
         let factors = ["expert.up_u", "expert.up_v", "expert.down_u", "expert.down_v", "out.u", "out.v"];
         assert_eq!(members(Group::Muon), factors);
-        // The memory's parts, where a model has one.
-        let param = |name, shape: &[usize]| Param {
-            name,
-            shape: shape.to_vec(),
-            start: 0,
-            init: Init::Constant(0.0),
-            group: Group::Matrix,
-            retracted: false,
-        };
-        assert_eq!(group_of(Rule::Muon, &param("engram.value", &[96, 128])), Group::Muon);
-        assert_eq!(group_of(Rule::Muon, &param("engram.table", &[9, 32])), Group::Rows);
-        assert_eq!(group_of(Rule::Adamw, &param("engram.table", &[9, 32])), Group::Rows);
-        assert_eq!(group_of(Rule::Muon, &param("dense", &[128, 128])), Group::Matrix);
+        // With a memory its projections are among them, and its table is a group of its own under every rule.
+        let small = |rule| Table::new(&preset("small").expect("small is a preset").model).grouped(rule);
+        let of = |table: &Table, name: &str| table.get(name).group;
+        let (muon, adamw) = (small(Rule::Muon), small(Rule::Adamw));
+        for name in ["engram.key", "engram.value"] {
+            assert_eq!((of(&muon, name), of(&adamw, name)), (Group::Muon, Group::Matrix), "{name}");
+        }
+        assert_eq!((of(&muon, "engram.table"), of(&adamw, "engram.table")), (Group::Rows, Group::Rows));
+        assert_eq!(of(&muon, "dense"), Group::Matrix);
     }
 
     #[test]
     fn scales_heads_and_decay_follow_the_kind_of_matrix() {
-        let mut table = tiny(Rule::Muon);
-        let start = table.len();
-        let shape = vec![96, 384];
-        let (init, group) = (Init::Constant(0.0), Group::Muon);
-        table.params.push(Param { name: "engram.key", shape, start, init, group, retracted: false });
-        let matrices = table.muon(2, 0.1);
+        let mut model = preset("tiny").expect("tiny is a preset").model;
+        (model.engram, model.width, model.heads) = (Engram::Device, 384, 6);
+        let table = Table::new(&model).grouped(Rule::Muon);
+        let start = table.get("engram.table").start;
+        let matrices = table.muon(6, 0.1);
+        assert!(matrices.iter().all(|matrix| matrix.start != start));
         let of = |name: &str| matrices.iter().find(|m| m.start == table.get(name).start).expect("it is Muon's");
         let (q, factor, key) = (of("kda.q"), of("expert.up_v"), of("engram.key"));
-        assert_eq!((q.shape, q.heads, q.scale, q.weight_decay), ([1, 128, 128], 2, 1.0, 0.1));
+        assert_eq!((q.shape, q.heads, q.scale, q.weight_decay), ([1, 384, 384], 6, 1.0, 0.1));
         assert_eq!((factor.shape, factor.heads, factor.scale, factor.weight_decay), ([2, 256, 32], 1, 1.0, 0.0));
         assert_eq!((key.shape, key.heads, key.scale, key.weight_decay), ([1, 96, 384], 1, 2.0, 0.1));
     }

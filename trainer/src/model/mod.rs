@@ -8,7 +8,8 @@
 //!   c     = h + e_n                      u = RMSNorm_loop(c)
 //!   gates = controller([c ; x0])
 //!   a     = KDA(u)                       the state starts at zero in every iteration
-//!   h     = c + rho * blend(gates, a, u W_dense, experts(u))
+//!   m     = Engram(keys, c)              where the model has a memory
+//!   h     = c + rho * blend(gates, a, m, u W_dense, experts(u))
 //!   ce_n  = CE( Spectral_head( RMSNorm_final( Spectral_out(h) ) ), target )
 //! loss = mean_n ce_n
 //! ```
@@ -20,19 +21,23 @@
 mod ablation;
 mod attention;
 mod backward;
+mod cost;
 mod forward;
 mod groups;
+mod memory;
 mod params;
 
 pub use ablation::Ablation;
 pub use attention::Carry;
+pub use cost::{MemoryClasses, Products};
 pub use forward::{Batch, Forward};
 pub use groups::group_of;
+pub use memory::{Memory, TABLE as MEMORY_TABLE};
 pub use params::{CONV_WIDTH, DECAY_RANK, Group, Init, Param, Table, VOCABULARY};
 
 use dormouse_reference::{Backend, Precision, Result};
 
-use crate::config::ModelConfig;
+use crate::config::{Engram, ModelConfig};
 use crate::instruments::Ask;
 
 use forward::Configs;
@@ -77,14 +82,23 @@ impl<B: Backend> Model<B> {
     ///
     /// `precision` says which arithmetic an operation has.
     pub fn new(b: &B, config: &ModelConfig, precision: impl Fn(&str) -> Precision) -> Result<Self> {
-        let table = Table::new(config);
+        Self::with_table(b, config, Table::new(config), precision)
+    }
+
+    /// The same with a parameter table of the caller's: groups and resident rows are his.
+    pub fn with_table(
+        b: &B,
+        config: &ModelConfig,
+        table: Table,
+        precision: impl Fn(&str) -> Precision,
+    ) -> Result<Self> {
         let flat = || b.persistent(&[table.len()], b.float());
         Ok(Self {
             params: flat()?,
             grads: flat()?,
             config: config.clone(),
             configs: Configs::new(config, &precision),
-            table: table.clone(),
+            table,
             ablation: Ablation::None,
         })
     }
@@ -105,6 +119,7 @@ impl<B: Backend> Model<B> {
             ("kda", n),
             ("gated_rms_norm", n),
             ("expert", n),
+            ("engram", if self.config.engram == Engram::Off { 0 } else { n }),
             ("blend", n),
             ("residual", n),
             // out and head

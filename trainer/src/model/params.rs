@@ -10,7 +10,7 @@ use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
 use rand_distr::StandardNormal;
 
-use crate::config::ModelConfig;
+use crate::config::{Engram, Gate, ModelConfig};
 use crate::rng::{Purpose, stream};
 
 /// Width of the bottleneck through which the decay logit is projected.
@@ -36,6 +36,8 @@ pub enum Init {
     /// The decay bias -ln(5 tau - 1), tau log-uniform in [2, 500] tokens, so that the bounded gate at a zero logit decays
     /// with time constant tau.
     DecayBias,
+    /// The same for the softplus gate: ln(exp(1 / tau) - 1).
+    SoftplusDecayBias,
 }
 
 /// Which update rule a tensor follows.
@@ -151,17 +153,24 @@ impl Table {
             vector(name, &[CONV_WIDTH, inner], Init::Uniform(0.5));
         }
         vector("kda.a_log", &[heads], Init::Constant(0.0));
-        vector("kda.dt_bias", &[heads, k], Init::DecayBias);
+        let bias = match m.gate {
+            Gate::Bounded => Init::DecayBias,
+            Gate::Softplus => Init::SoftplusDecayBias,
+        };
+        vector("kda.dt_bias", &[heads, k], bias);
         vector("kda.norm", &[k], Init::Constant(1.0));
         vector("expert.up_s", &[experts, r_ffn], Init::Constant(1.0));
         vector("expert.down_s", &[experts, r_ffn], Init::Constant(1.0));
         vector("out.s", &[r_out], Init::Constant(1.0));
         vector("head.s", &[r_head], Init::Constant(1.0));
         vector("rho", &[1], Init::Constant(1.0));
+        if m.engram != Engram::Off {
+            table.add_memory(m);
+        }
         table
     }
 
-    fn add(&mut self, name: &'static str, shape: &[usize], init: Init, group: Group, retracted: bool) {
+    pub(super) fn add(&mut self, name: &'static str, shape: &[usize], init: Init, group: Group, retracted: bool) {
         let start = self.len();
         self.params.push(Param { name, shape: shape.to_vec(), start, init, group, retracted });
     }
@@ -199,11 +208,16 @@ impl Table {
     /// Initial values of the flat buffer: a function of the seed and the table alone.
     pub fn initial(&self, seed: u64) -> Vec<f64> {
         let mut flat = Vec::with_capacity(self.len());
-        for (row, param) in self.params.iter().enumerate() {
-            let mut rng = stream(seed, Purpose::Init, 0, row as u64);
-            flat.extend(initial_values(param, &mut rng));
+        for row in 0..self.params.len() {
+            flat.extend(self.initial_of(seed, row));
         }
         flat
+    }
+
+    /// Initial values of the tensor in this row of the table.
+    pub fn initial_of(&self, seed: u64, row: usize) -> Vec<f64> {
+        let mut rng = stream(seed, Purpose::Init, 0, row as u64);
+        initial_values(&self.params[row], &mut rng)
     }
 }
 
@@ -213,17 +227,18 @@ fn initial_values(param: &Param, rng: &mut ChaCha8Rng) -> Vec<f64> {
         Init::Constant(value) => vec![value; len],
         Init::Normal(deviation) => (0..len).map(|_| deviation * rng.sample::<f64, _>(StandardNormal)).collect(),
         Init::Uniform(bound) => (0..len).map(|_| rng.random_range(-bound..bound)).collect(),
-        Init::DecayBias => (0..len)
-            .map(|_| {
-                let tau = rng.random_range(2f64.ln()..500f64.ln()).exp();
-                -(5.0 * tau - 1.0).ln()
-            })
-            .collect(),
+        Init::DecayBias => (0..len).map(|_| -(5.0 * time_constant(rng) - 1.0).ln()).collect(),
+        Init::SoftplusDecayBias => (0..len).map(|_| (1.0 / time_constant(rng)).exp_m1().ln()).collect(),
         Init::Orthonormal => {
             let (rows, columns) = (param.shape[param.shape.len() - 2], param.shape[param.shape.len() - 1]);
             (0..len / (rows * columns)).flat_map(|_| orthonormal(rows, columns, rng)).collect()
         }
     }
+}
+
+/// Tokens, log-uniform in [2, 500].
+fn time_constant(rng: &mut ChaCha8Rng) -> f64 {
+    rng.random_range(2f64.ln()..500f64.ln()).exp()
 }
 
 /// A `[rows, columns]` matrix with orthonormal columns, row-major.
@@ -247,26 +262,47 @@ mod tests {
     use crate::config::preset;
 
     fn small() -> ModelConfig {
-        ModelConfig { width: 768, heads: 12, head_width: 64, ffn_width: 2048, iterations: 2, rank: 64, experts: 3 }
+        preset("small").expect("small is a preset").model
     }
 
     #[test]
-    fn the_benchmark_model_has_the_documented_count_without_memory_and_jepa() {
-        // 8,996,429 in all, less the n-gram table (3,145,728), its projections (147,456), the predictor with its
-        // LayerNorm (591,360) and the mask vector (768).
-        assert_eq!(Table::new(&small()).len(), 8_996_429 - 3_145_728 - 147_456 - 591_360 - 768);
+    fn the_benchmark_model_has_the_documented_count_without_jepa() {
+        // 8,996,429 in all, less the predictor with its LayerNorm (591,360) and the mask vector (768).
+        assert_eq!(Table::new(&small()).len(), 8_996_429 - 591_360 - 768);
+        // The memory is its table (3,145,728) and its two projections (147,456).
+        let without = ModelConfig { engram: Engram::Off, ..small() };
+        assert_eq!(Table::new(&without).len(), 8_996_429 - 3_145_728 - 147_456 - 591_360 - 768);
     }
 
     #[test]
     fn every_parameter_is_in_exactly_one_group() {
         let table = Table::new(&small());
         let mut covered = vec![0; table.len()];
-        for group in [Group::Matrix, Group::Vector] {
+        for group in [Group::Matrix, Group::Vector, Group::Rows] {
             for range in table.ranges(group) {
                 covered[range].iter_mut().for_each(|n| *n += 1);
             }
         }
         assert!(covered.iter().all(|&n| n == 1));
+    }
+
+    /// What a model without memory was before there was one: the layout and the bits of the initial values.
+    #[test]
+    fn without_memory_the_parameters_are_those_of_before() {
+        for (name, tensors, len, hash) in
+            [("tiny", 33, 221_059, "03865ee31174b620"), ("nano", 33, 827_589, "af273171343631a8")]
+        {
+            let table = Table::new(&preset(name).expect("it is a preset").model);
+            let mut hasher = blake3::Hasher::new();
+            for param in &table.params {
+                hasher.update(format!("{} {:?} {}\n", param.name, param.shape, param.start).as_bytes());
+            }
+            for x in table.initial(7) {
+                hasher.update(&(x as f32).to_le_bytes());
+            }
+            assert_eq!((table.params.len(), table.len()), (tensors, len), "{name}");
+            assert_eq!(hasher.finalize().to_hex()[..16], *hash, "{name}");
+        }
     }
 
     #[test]
@@ -292,13 +328,17 @@ mod tests {
 
     #[test]
     fn the_decay_bias_gives_time_constants_from_2_to_500_tokens() {
-        let table = Table::new(&small());
-        let flat = table.initial(0);
-        let taus: Vec<f64> = flat[table.get("kda.dt_bias").range()]
-            .iter()
-            // g = -5 sigma(bias) is the log of the decay per token, and tau = -1 / g.
-            .map(|bias| (1.0 + (-bias).exp()) / 5.0)
-            .collect();
+        // The log of the decay per token is g = -5 sigma(bias) or -softplus(bias), and tau = -1 / g.
+        let of: [(Gate, fn(f64) -> f64); 2] =
+            [(Gate::Bounded, |bias| (1.0 + (-bias).exp()) / 5.0), (Gate::Softplus, |bias| 1.0 / bias.exp().ln_1p())];
+        for (gate, tau) in of {
+            let table = Table::new(&ModelConfig { gate, engram: Engram::Off, ..small() });
+            let flat = table.initial(0);
+            log_uniform(flat[table.get("kda.dt_bias").range()].iter().map(|&bias| tau(bias)).collect());
+        }
+    }
+
+    fn log_uniform(taus: Vec<f64>) {
         assert!(taus.iter().all(|tau| (2.0..=500.0).contains(tau)));
         // Log-uniform: a third of the draws in each third of ln 250, within four standard errors of 768 draws.
         let third = 250f64.ln() / 3.0;

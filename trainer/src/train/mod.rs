@@ -7,7 +7,7 @@ mod session;
 mod watch;
 
 pub use evaluate::{Score, score};
-pub use prepare::{Build, Prepared, Request, Resume, parameter_table, prepare, quoted};
+pub use prepare::{Build, Prepared, Request, Resume, group_table, parameter_table, prepare, quoted};
 pub use session::{Ending, Limits, run};
 pub use watch::Watch;
 pub(crate) use watch::training;

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 
-use super::{Learner, Watch};
+use super::{Learner, Parameter, Watch};
 use crate::backend::{self, Facts};
 use crate::checkpoint::{self, Found};
 use crate::config::{Backend, Config, ConfigError, Sources, check_changes, resolve};
@@ -225,8 +225,13 @@ fn describe(
 
 /// Parameters per optimiser group, and which they are.
 pub fn parameter_table(learner: &dyn Learner) -> String {
+    group_table(learner.parameters())
+}
+
+/// The same of a list of parameters.
+pub fn group_table(parameters: Vec<Parameter>) -> String {
     let mut groups: Vec<(String, Vec<String>, usize)> = Vec::new();
-    for parameter in learner.parameters() {
+    for parameter in parameters {
         let count: usize = parameter.shape.iter().product();
         match groups.iter_mut().find(|(name, _, _)| *name == parameter.group) {
             Some((_, tensors, values)) => {

@@ -13,7 +13,7 @@ use super::{Latch, Learner, Score, StepRecord, score};
 use crate::anchors::{Anchors, FIT_LIMIT_BYTES};
 use crate::checkpoint::{self, Facts};
 use crate::config::Config;
-use crate::data::{Data, Prefetch, Segment};
+use crate::data::{Data, KeyPlan, Prefetch, Segment};
 use crate::exit::{NonFiniteResult, NonFiniteStop};
 use crate::host;
 use crate::instruments::Engagement;
@@ -129,6 +129,7 @@ impl Session {
             self.config.train.batch_rows,
             start..total,
             self.config.train.overfit_one_batch,
+            KeyPlan::of(&self.config),
         )
         .context("data: cannot start the batch worker")?;
         let mut done = start;

@@ -1,0 +1,394 @@
+//! The n-gram memory of a learner: where its table lies, how the keys of a batch reach the device, and how the rows
+//! that a step has touched move.
+//!
+//! With the table on the device its rows lie last in the flat buffer, with gradients and moments at the same places, and
+//! `row_adam` is one more operation of the step. With the table on the host the flat buffer has room for the rows of one
+//! batch. They are copied there before the step, under their ranks; after it their gradient, the clipping's scale and
+//! the flag come back, and the host moves its rows. Sums, norm and flag have the same operands in the same order, so the
+//! bits are those of a table on the device.
+
+use std::borrow::Cow;
+use std::cell::RefCell;
+use std::sync::Arc;
+
+use anyhow::{Context, Result, bail, ensure};
+use dormouse_reference::engram_hash::{self, Compact, compact};
+use dormouse_reference::row_adam::{self, RowAdam};
+use dormouse_reference::{Backend, DType, sanitise};
+use ndarray::{Array2, ArrayView1, Axis, IxDyn};
+
+use super::{ModelLearner, RECORD_TAIL, RING_STEPS};
+use crate::checkpoint::{State, Tensor, TensorData};
+use crate::config::{Config, Engram, Format, ModelConfig};
+use crate::data::{Batch, KeyPlan};
+use crate::host_table::HostTable;
+use crate::instruments::Witness;
+use crate::model::{MEMORY_TABLE, Memory, Model, Param, Table};
+use crate::train::Parameter;
+
+/// Rows of the table that a position has.
+const ORDERS: usize = engram_hash::ORDERS.len();
+
+/// The counts of the table's rows in a checkpoint.
+const COUNTS: &str = "engram.counts";
+
+/// The memory of a run.
+pub(super) struct MemoryPart<B: Backend> {
+    plan: KeyPlan,
+    width: usize,
+    /// `[b, t, 3]`: rows of the table, or their ranks among the rows of the batch.
+    rows: B::Tensor,
+    /// `[3 b t]`: for every part its places by row.
+    parts: B::Tensor,
+    place: Place<B>,
+}
+
+/// Where the table lies.
+enum Place<B: Backend> {
+    /// In the flat buffer.
+    Device {
+        /// `[3 b t]`: the places of the batch by row.
+        order: B::Tensor,
+        /// `[3 R]` of `u32`: applied updates of every row.
+        counts: B::Tensor,
+    },
+    /// Shared with the checkpoint that is being written, if one is.
+    Host(Arc<HostTable>),
+}
+
+/// The operations that a backend needs for a memory.
+fn needs(engram: Engram) -> &'static [&'static str] {
+    match engram {
+        Engram::Off => &[],
+        Engram::Device => &["engram", "row_adam"],
+        Engram::Host => &["engram"],
+    }
+}
+
+/// Refuses a memory or a format that the backend has no kernels for.
+pub(super) fn check<B: Backend + Witness>(b: &B, config: &Config) -> Result<()> {
+    let engram = config.model.engram;
+    if let Some(stem) = needs(engram).iter().find(|stem| !b.has(stem)) {
+        bail!(
+            "model.engram is {}, and {} has no kernels of {stem}; give --backend cpu, or --set model.engram=off",
+            engram.word(),
+            b.name()
+        );
+    }
+    ensure!(
+        config.model.format == Format::F32 || b.has_formats(),
+        "model.format is {}, and {} has kernels of f32 only; give --backend cpu, or --set model.format=f32",
+        config.model.format.word(),
+        b.name()
+    );
+    Ok(())
+}
+
+/// Every parameter tensor of a run, a table on the host among them with all its rows.
+pub fn parameters(config: &Config) -> Vec<Parameter> {
+    let table = Table::new(&config.model).grouped(config.optimizer.rule);
+    let all = table.params.iter();
+    all.map(|p| Parameter { name: p.name.to_owned(), shape: p.shape.clone(), group: p.group.word().to_owned() })
+        .collect()
+}
+
+/// The parameter table of a run as its flat buffer has it.
+pub fn resident(config: &Config) -> Table {
+    let table = Table::new(&config.model).grouped(config.optimizer.rule);
+    match config.model.engram {
+        Engram::Off | Engram::Device => table,
+        Engram::Host => {
+            let rows = room(&config.model, config.train.batch_rows * config.data.seq_bytes);
+            table.with_resident_rows(rows)
+        }
+    }
+}
+
+/// Rows that this many positions can name.
+fn room(model: &ModelConfig, positions: usize) -> usize {
+    ORDERS * positions.min(model.engram_rows)
+}
+
+fn upload_ids<B: Backend>(b: &B, ids: &[u32], into: &B::Tensor) -> Result<()> {
+    let shape = b.shape(into).to_vec();
+    let values: Vec<f64> = ids.iter().map(|&id| f64::from(id)).collect();
+    Ok(b.upload(ArrayView1::from(&values[..]).into_shape_with_order(IxDyn(&shape))?, into)?)
+}
+
+impl<B: Backend> MemoryPart<B> {
+    /// The memory of a run, with the initial table of its seed; none if it is off.
+    pub fn new(b: &B, config: &Config) -> Result<Option<Self>> {
+        let Some(plan) = KeyPlan::of(config) else { return Ok(None) };
+        let (rows, t) = (config.train.batch_rows, config.data.seq_bytes);
+        let ids = |shape: &[usize]| b.persistent(shape, DType::U32);
+        let places = ORDERS * rows * t;
+        let place = match config.model.engram {
+            Engram::Host => {
+                let table = Table::new(&config.model);
+                let row = table.params.iter().position(|p| p.name == MEMORY_TABLE).context("a memory has a table")?;
+                let values = table.initial_of(config.seed, row).into_iter().map(|x| x as f32).collect();
+                Place::Host(Arc::new(HostTable::new(config.model.engram_width, values)))
+            }
+            _ => Place::Device { order: ids(&[places])?, counts: ids(&[ORDERS * config.model.engram_rows])? },
+        };
+        let (rows, parts) = (ids(&[rows, t, ORDERS])?, ids(&[places])?);
+        Ok(Some(Self { plan, width: config.model.engram_width, rows, parts, place }))
+    }
+
+    /// Brings the keys of a batch to the device, and with a table on the host its rows; gives their names then.
+    pub fn upload(&self, b: &B, model: &Model<B>, batch: &Batch) -> Result<Option<Compact>> {
+        let keys = match &batch.keys {
+            Some(keys) => Cow::Borrowed(keys),
+            None => Cow::Owned(self.plan.keys(batch.ids().view(), None)),
+        };
+        let places = ORDERS * batch.rows * batch.len;
+        ensure!(
+            [&keys.rows, &keys.order, &keys.parts].iter().all(|ids| ids.len() == places),
+            "step {}: the batch has {} n-gram keys in {} and {} places, expected {places}",
+            batch.step,
+            keys.rows.len(),
+            keys.order.len(),
+            keys.parts.len()
+        );
+        upload_ids(b, &keys.parts, &self.parts)?;
+        match &self.place {
+            Place::Device { order, .. } => {
+                upload_ids(b, &keys.rows, &self.rows)?;
+                upload_ids(b, &keys.order, order)?;
+                Ok(None)
+            }
+            Place::Host(table) => {
+                let names = compact(&keys.rows, &keys.order);
+                upload_ids(b, &names.slots, &self.rows)?;
+                let small = table.gather(&names).mapv(f64::from);
+                let into = b.view(&model.params, model.table.get(MEMORY_TABLE).start, small.shape())?;
+                b.upload(small.view().into_dyn(), &into)?;
+                Ok(Some(names))
+            }
+        }
+    }
+
+    /// The keys of one part of the batch: `[part_rows, t, 3]` and their order.
+    pub fn part(&self, b: &B, part: usize) -> dormouse_reference::Result<[B::Tensor; 2]> {
+        let [rows, t, _] = b.shape(&self.rows)[..] else { unreachable!("keys are [b, t, 3]") };
+        let part_rows = rows / self.plan.parts;
+        let len = part_rows * t * ORDERS;
+        Ok([b.view(&self.rows, part * len, &[part_rows, t, ORDERS])?, b.view(&self.parts, part * len, &[len])?])
+    }
+
+    /// Whether the step itself moves the rows.
+    pub fn moves_on_device(&self) -> bool {
+        matches!(self.place, Place::Device { .. })
+    }
+
+    /// Moves the rows that the batch has touched, once each, if they lie on the device.
+    pub fn update(
+        &self,
+        b: &B,
+        config: &row_adam::Config,
+        model: &Model<B>,
+        [m, v, lr]: [&B::Tensor; 3],
+        seen: &sanitise::Outputs<B::Tensor>,
+    ) -> dormouse_reference::Result<()> {
+        let Place::Device { order, counts } = &self.place else { return Ok(()) };
+        let param = model.table.get(MEMORY_TABLE);
+        let of = |flat| b.view(flat, param.start, &param.shape);
+        let (table, grads, m, v) = (of(&model.params)?, of(&model.grads)?, of(m)?, of(v)?);
+        let state = row_adam::State { table: &table, grads: &grads, m: &m, v: &v, counts };
+        let touched = row_adam::Touched { rows: &self.rows, order };
+        RowAdam::update(b, config, state, touched, row_adam::Scalars { lr, scale: &seen.scale, apply: &seen.apply })
+    }
+
+    /// Moves the rows of a table on the host by the gradient that the step has left; `lr` and `scale` as the device has
+    /// them.
+    pub fn update_host(
+        &mut self,
+        b: &B,
+        config: &row_adam::Config,
+        model: &Model<B>,
+        names: &Compact,
+        [lr, scale]: [f64; 2],
+        apply: bool,
+    ) -> Result<()> {
+        let Place::Host(table) = &mut self.place else { return Ok(()) };
+        let rows = names.unique.len();
+        let grads = b.view(&model.grads, model.table.get(MEMORY_TABLE).start, &[rows, self.width])?;
+        let grads = b.download(&grads)?.mapv(|x| x as f32).into_shape_with_order((rows, self.width))?;
+        // A checkpoint that still holds the table keeps its own copy.
+        let table = Arc::make_mut(table);
+        Ok(table.update(config, names, grads.view(), [lr as f32, scale as f32], apply)?)
+    }
+
+    /// Adds what a checkpoint holds of the memory beside the flat buffers.
+    pub fn export(&self, b: &B, state: &mut State) -> Result<()> {
+        match &self.place {
+            Place::Device { counts, .. } => {
+                let values: Vec<u32> = b.download(counts)?.iter().map(|&x| x as u32).collect();
+                state.optimizer.insert(COUNTS.to_owned(), Tensor::u32(&[values.len()], values));
+            }
+            Place::Host(table) => state.table = Some(Arc::clone(table)),
+        }
+        Ok(())
+    }
+
+    /// What [`MemoryPart::import`] will take, checked.
+    pub fn incoming(&self, state: &State) -> Result<Incoming> {
+        let rows = ORDERS * self.plan.table_rows;
+        match (&self.place, &state.table) {
+            (Place::Device { .. }, _) => {
+                let counts = state.optimizer.get(COUNTS);
+                let counts = counts.with_context(|| format!("checkpoint: tensor `{COUNTS}` is missing"))?;
+                match counts.as_u32() {
+                    Some(values) if counts.shape == [rows] => Ok(Incoming::Counts(values.to_vec())),
+                    _ => bail!("checkpoint: tensor `{COUNTS}` is {:?}, expected [{rows}] of u32", counts.shape),
+                }
+            }
+            (Place::Host(_), Some(table)) => {
+                let (got, expected) = ([table.rows(), table.width()], [rows, self.width]);
+                ensure!(got == expected, "checkpoint: tensor `{MEMORY_TABLE}` is {got:?}, expected {expected:?}");
+                Ok(Incoming::Table(Arc::clone(table)))
+            }
+            (Place::Host(_), None) => bail!("checkpoint: tensor `{MEMORY_TABLE}` is missing"),
+        }
+    }
+
+    /// Goes on from what was checked.
+    pub fn import(&mut self, b: &B, incoming: Incoming) -> Result<()> {
+        match (&mut self.place, incoming) {
+            (Place::Device { counts, .. }, Incoming::Counts(values)) => upload_ids(b, &values, counts),
+            (Place::Host(own), Incoming::Table(table)) => {
+                *own = table;
+                Ok(())
+            }
+            _ => unreachable!("`incoming` gives what the place takes"),
+        }
+    }
+}
+
+impl<B: Backend + Witness> ModelLearner<B> {
+    /// The parameters whose values lie in the flat buffers: all but a table on the host.
+    pub(super) fn flat_params(&self) -> impl Iterator<Item = &Param> {
+        let host = self.config.model.engram == Engram::Host;
+        self.model.table.params.iter().filter(move |param| !(host && param.name == MEMORY_TABLE))
+    }
+
+    /// Moves the rows of a table on the host as the step that has just run says: a read of the device.
+    pub(super) fn update_host_table(&mut self, names: &Compact, step: u64, lr: f64) -> Result<()> {
+        let columns = self.b.shape(&self.ring)[1];
+        let losses = self.config.train.accumulate * self.config.model.iterations;
+        let row = self.b.view(&self.ring, step as usize % RING_STEPS * columns, &[columns])?;
+        let row = self.flat(&row)?;
+        let &[_norm, _nonfinite, scale, apply] = &row[losses..losses + RECORD_TAIL] else {
+            bail!("a record has {} columns", row.len())
+        };
+        let config = self.row_adam();
+        let Some(memory) = &mut self.memory else { return Ok(()) };
+        memory.update_host(&self.b, &config, &self.model, names, [lr, scale], apply == 1.0)
+    }
+}
+
+/// A checkpoint's memory on its way in.
+pub(super) enum Incoming {
+    /// Of a table on the device.
+    Counts(Vec<u32>),
+    /// A table on the host.
+    Table(Arc<HostTable>),
+}
+
+/// The state in the form of a learner whose memory lies where `engram` says: a checkpoint of a table on the device fits a
+/// run with one on the host, and the other way round.
+pub(super) fn placed(state: &State, engram: Engram) -> Result<Cow<'_, State>> {
+    let [m_name, v_name] = ["m.", "v."].map(|prefix| format!("{prefix}{MEMORY_TABLE}"));
+    match (engram, &state.table) {
+        (Engram::Device, Some(table)) => {
+            let mut state = State { table: None, ..state.clone() };
+            let shape = [table.rows(), table.width()];
+            let [values, m, v] = table.buffers().map(|values| Tensor::f32(&shape, values.to_vec()));
+            state.weights.insert(MEMORY_TABLE.to_owned(), values);
+            state.optimizer.extend([(m_name, m), (v_name, v)]);
+            state.optimizer.insert(COUNTS.to_owned(), Tensor::u32(&shape[..1], table.counts().to_vec()));
+            Ok(Cow::Owned(state))
+        }
+        (Engram::Host, None) => {
+            let mut state = state.clone();
+            let missing = |name: &str| format!("checkpoint: tensor `{name}` is missing");
+            let values = state.weights.remove(MEMORY_TABLE).with_context(|| missing(MEMORY_TABLE))?;
+            let mut moment = |name: &str| state.optimizer.remove(name).with_context(|| missing(name));
+            let (m, v, counts) = (moment(&m_name)?, moment(&v_name)?, moment(COUNTS)?);
+            let width = values.shape.last().copied().unwrap_or(0);
+            let floats = |tensor: Tensor, name: &str| match tensor.data {
+                TensorData::F32(values) => Ok(values),
+                TensorData::U32(_) => Err(anyhow::anyhow!("checkpoint: tensor `{name}` is not f32")),
+            };
+            let buffers = [floats(values, MEMORY_TABLE)?, floats(m, &m_name)?, floats(v, &v_name)?];
+            let TensorData::U32(counts) = counts.data else { bail!("checkpoint: tensor `{COUNTS}` is not u32") };
+            let table = HostTable::of(width, buffers, counts);
+            let table = table.with_context(|| format!("checkpoint: `{MEMORY_TABLE}` and its moments do not fit"))?;
+            state.table = Some(Arc::new(table));
+            Ok(Cow::Owned(state))
+        }
+        (Engram::Off, Some(_)) => bail!("checkpoint: tensor `{MEMORY_TABLE}` is none of this model's"),
+        _ => Ok(Cow::Borrowed(state)),
+    }
+}
+
+/// Persistent memory for the keys of a forward pass that trains nothing.
+pub(super) struct Reading<B: Backend> {
+    /// `[rows, t, 3]`
+    rows: B::Tensor,
+    /// `[U, W]`, the rows' own table, where the memory's lies on the host.
+    table: Option<B::Tensor>,
+    /// The last bytes of a sequence that is read byte by byte.
+    history: RefCell<Vec<u32>>,
+}
+
+impl<B: Backend> Reading<B> {
+    /// Room for windows of this shape.
+    pub fn new(b: &B, part: &MemoryPart<B>, [rows, t]: [usize; 2]) -> Result<Self> {
+        let most = ORDERS * (rows * t).min(part.plan.table_rows);
+        let table = match part.place {
+            Place::Device { .. } => None,
+            Place::Host(_) => Some(b.persistent(&[most, part.width], b.float())?),
+        };
+        let rows = b.persistent(&[rows, t, ORDERS], DType::U32)?;
+        Ok(Self { rows, table, history: RefCell::default() })
+    }
+
+    /// Brings the keys of windows to the device. Every row of `ids` is the start of a sequence.
+    pub fn upload(&self, b: &B, part: &MemoryPart<B>, ids: &Array2<u8>) -> Result<()> {
+        let symbols = ids.axis_iter(Axis(0)).map(|row| row.iter().map(|&id| u32::from(id)).collect::<Vec<u32>>());
+        let rows: Vec<u32> = symbols.flat_map(|row| engram_hash::rows(&row, part.plan.table_rows)).flatten().collect();
+        self.upload_rows(b, part, &rows)
+    }
+
+    /// Brings the keys of the next byte of a sequence to the device.
+    pub fn upload_next(&self, b: &B, part: &MemoryPart<B>, byte: u8) -> Result<()> {
+        let mut history = self.history.borrow_mut();
+        history.push(u32::from(byte));
+        let rows = *engram_hash::rows(&history, part.plan.table_rows).last().context("a byte was just read")?;
+        // A sequence that is as long as the longest key has no short keys any more, so its start may be forgotten.
+        let old = history.len().saturating_sub(engram_hash::CONTEXT);
+        history.drain(..old);
+        self.upload_rows(b, part, &rows)
+    }
+
+    /// Back to the start of a sequence.
+    pub fn clear(&self) {
+        self.history.borrow_mut().clear();
+    }
+
+    fn upload_rows(&self, b: &B, part: &MemoryPart<B>, rows: &[u32]) -> Result<()> {
+        let (Place::Host(table), Some(small)) = (&part.place, &self.table) else {
+            return upload_ids(b, rows, &self.rows);
+        };
+        let names = compact(rows, &engram_hash::order(rows));
+        upload_ids(b, &names.slots, &self.rows)?;
+        let values = table.gather(&names).mapv(f64::from);
+        Ok(b.upload(values.view().into_dyn(), &b.view(small, 0, values.shape())?)?)
+    }
+
+    /// What the model reads.
+    pub fn memory(&self) -> Memory<'_, B::Tensor> {
+        Memory { rows: &self.rows, order: None, table: self.table.as_ref() }
+    }
+}

@@ -1,0 +1,152 @@
+//! What a model costs before it runs: memory by class, and the arithmetic of its matrix products.
+
+use super::memory::TABLE;
+use super::params::{Group, Param, Table};
+use crate::config::{Config, Engram};
+
+/// Bytes of a run's parameters and of what mirrors them, the n-gram table apart.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MemoryClasses {
+    /// All parameters but the table.
+    pub weights: u64,
+    /// Their gradients.
+    pub gradients: u64,
+    /// Their first and second moments.
+    pub moments: u64,
+    /// The table with its gradient, moments and counts. On the host there is no full gradient.
+    pub table: u64,
+    /// Room on the device for a batch's rows of a table on the host: values, gradients, and moments that stay unused.
+    pub room: u64,
+}
+
+/// Bytes of a number on the device.
+const BYTES: u64 = 4;
+
+impl MemoryClasses {
+    /// Of a run, with its table as the flat buffer has it.
+    pub fn of(config: &Config, resident: &Table) -> Self {
+        let rest: u64 = resident.params.iter().filter(|p| p.name != TABLE).map(|p| p.len() as u64).sum();
+        let full = Table::new(&config.model);
+        let [rows, values] =
+            full.params.iter().find(|p| p.name == TABLE).map_or([0, 0], |p| [p.shape[0] as u64, p.len() as u64]);
+        let held = resident.params.iter().find(|p| p.name == TABLE).map_or(0, |p| p.len() as u64);
+        let host = config.model.engram == Engram::Host;
+        Self {
+            weights: BYTES * rest,
+            gradients: BYTES * rest,
+            moments: 2 * BYTES * rest,
+            table: BYTES * (if host { 3 } else { 4 } * values + rows),
+            room: if host { 4 * BYTES * held } else { 0 },
+        }
+    }
+}
+
+/// Multiplications and additions of the matrix products of one step. The recurrence of the attention, convolutions and
+/// norms are not among them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Products {
+    /// Of the forward pass.
+    pub forward: u64,
+    /// Of the backward pass: two products for each of the forward pass.
+    pub backward: u64,
+    /// Of Muon's iterations.
+    pub muon: u64,
+    /// Of the retraction, in a step that has one.
+    pub retraction: u64,
+}
+
+impl Products {
+    /// Of a run whose table is grouped by its rule.
+    pub fn of(config: &Config, table: &Table) -> Self {
+        let positions = config.bytes_per_step() * config.model.iterations as u64;
+        let forward =
+            2 * positions * table.params.iter().filter(|p| multiplies(p)).map(|p| p.len() as u64).sum::<u64>();
+        let o = &config.optimizer;
+        let muon = table.muon(config.model.heads, o.weight_decay).into_iter().map(|matrix| {
+            let [each, rows, columns] = matrix.shape.map(|len| len as u64);
+            let heads = matrix.heads as u64;
+            let (k, n) = order(rows, columns / heads);
+            // A = X X^T, its square, and what multiplies X.
+            each * heads * o.muon_iterations as u64 * (4 * k * k * n + 2 * k * k * k)
+        });
+        let retraction = table.factors().into_iter().map(|factor| {
+            let [each, n, k] = factor.shape.map(|len| len as u64);
+            // The Gram matrix of the scale, then in every iteration A, its square, and X times the polynomial.
+            each * (2 * k * k * n + o.retract_iterations as u64 * (4 * k * k * n + 2 * k * k * k))
+        });
+        Self { forward, backward: 2 * forward, muon: muon.sum(), retraction: retraction.sum() }
+    }
+
+    /// All of them.
+    pub fn sum(&self) -> u64 {
+        self.forward + self.backward + self.muon + self.retraction
+    }
+}
+
+/// Whether a tensor is a matrix that every position is multiplied with in every iteration.
+fn multiplies(param: &Param) -> bool {
+    let matrix = matches!(param.group, Group::Matrix | Group::Muon | Group::MuonByHead);
+    // The embedding is looked up.
+    param.name != "embedding" && (matrix || param.retracted)
+}
+
+fn order(a: u64, b: u64) -> (u64, u64) {
+    (a.min(b), a.max(b))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{Rule, preset};
+
+    fn grouped(config: &Config) -> Table {
+        Table::new(&config.model).grouped(config.optimizer.rule)
+    }
+
+    #[test]
+    fn the_products_of_the_benchmark_model_are_those_of_its_shapes() {
+        let config = preset("small").unwrap();
+        let (d, f, r, e) = (768u64, 2048, 64, 3);
+        // Controller; q, k, v, gate and out; the decay's bottleneck; beta; dense; experts; out; head; the memory.
+        let weights = 2 * d * 6
+            + 5 * d * d
+            + 2 * 64 * d
+            + 12 * d
+            + d * d
+            + e * (2 * d * r + 2 * f * r)
+            + 2 * d * r
+            + (d + 256) * r
+            + 2 * 96 * d;
+        let products = Products::of(&config, &grouped(&config));
+        assert_eq!(products.forward, 2 * 8 * 512 * 2 * weights);
+        assert_eq!(products.backward, 2 * products.forward);
+        // Three times twelve heads [768, 64]; factors [768, 64] and [2048, 64] of three experts, [768, 64] of out; two
+        // projections [96, 768].
+        let each = |k: u64, n: u64| 8 * (4 * k * k * n + 2 * k * k * k);
+        let muon = (36 + 6 + 2) * each(64, 768) + 6 * each(64, 2048) + 2 * each(96, 768);
+        assert_eq!(products.muon, muon);
+        let each = |n: u64| 2 * r * r * n + 4 * (4 * r * r * n + 2 * r * r * r);
+        assert_eq!(products.retraction, 6 * each(768) + 6 * each(2048) + 2 * each(768) + each(768) + each(256));
+        // The rule moves no product of the passes.
+        let mut adamw = config.clone();
+        adamw.optimizer.rule = Rule::Adamw;
+        let other = Products::of(&adamw, &grouped(&adamw));
+        assert_eq!((other.forward, other.muon), (products.forward, 0));
+    }
+
+    #[test]
+    fn memory_classes_are_the_buffers_that_a_learner_has() {
+        let mut config = preset("tiny").unwrap();
+        let plain = MemoryClasses::of(&config, &grouped(&config));
+        let len = 4 * grouped(&config).len() as u64;
+        assert_eq!(plain, MemoryClasses { weights: len, gradients: len, moments: 2 * len, table: 0, room: 0 });
+        config.model.engram = Engram::Device;
+        let device = MemoryClasses::of(&config, &grouped(&config));
+        assert_eq!(device.table, 4 * (4 * 12_288 * 32 + 12_288));
+        assert_eq!(device.weights, plain.weights + 4 * 2 * 96 * 128);
+        config.model.engram = Engram::Host;
+        let host = MemoryClasses::of(&config, &grouped(&config).with_resident_rows(768));
+        assert_eq!((host.weights, host.table), (device.weights, 4 * (3 * 12_288 * 32 + 12_288)));
+        assert_eq!(host.room, 4 * 4 * 768 * 32);
+    }
+}
