@@ -34,6 +34,8 @@ struct Measured {
     /// Muon's iterations; absent where AdamW moves everything.
     ns: Option<usize>,
     retract_every: u64,
+    /// How the JEPA objective is trained; absent where there is none.
+    jepa: Option<String>,
     graph: bool,
     step_to: u64,
     /// Median and interquartile range.
@@ -155,6 +157,10 @@ fn measure(config: &Config, steps: u64, build: Build) -> Result<Measured> {
         seq: config.data.seq_bytes,
         ns: (config.optimizer.rule == Rule::Muon).then_some(config.optimizer.muon_iterations),
         retract_every: config.optimizer.retract_every_steps,
+        jepa: config.jepa.on().then(|| {
+            let source = if config.jepa.has_teacher() { "" } else { " from targets" };
+            format!("{}{source}", config.jepa.mode.word())
+        }),
         graph: learner.witness().is_some_and(|witness| witness.captures() > 0),
         step_to: steps,
         ms_median: quantile(0.5),
@@ -262,7 +268,7 @@ fn row(all: &[Measured], note: &str) -> Result<Row> {
         ("precision", first.facts.precision.clone()),
         ("formats", "f32".to_owned()),
         ("arms", arms(&first.facts)),
-        ("jepa", NONE.to_owned()),
+        ("jepa", first.jepa.clone().unwrap_or(NONE.to_owned())),
         ("ns", first.ns.map_or(NONE.to_owned(), |ns| ns.to_string())),
         ("retract_every", first.retract_every.to_string()),
         ("graph", first.graph.to_string()),

@@ -13,15 +13,15 @@ use crate::checkpoint::{self, Loaded};
 use crate::cli::{
     AnchorsArgs, ArmsArgs, AtlasCommand, Command, EvalArgs, GenerateArgs, InspectArgs, ReplayArgs, TrainArgs,
 };
-use crate::config::{Backend, Config, ConfigError, Sources, resolve};
-use crate::data::{Batch, Data};
+use crate::config::{Backend, Config, ConfigError, JepaConfig, Sources, resolve};
+use crate::data::{Batch, Data, step_mask};
 use crate::exit::{Exit, NonFiniteResult};
 use crate::instruments::atlas::Atlas;
 use crate::progress::say;
 use crate::run::RunFolder;
 use crate::signals::Stop;
 use crate::train::{self, Build, Learner, Limits, parameter_table};
-use crate::{bench, check};
+use crate::{bench, check, jepa_targets};
 
 /// Runs a subcommand and turns its error, if any, into a message and an exit code.
 pub fn run(command: Command, build: Build) -> ExitCode {
@@ -36,6 +36,7 @@ pub fn run(command: Command, build: Build) -> ExitCode {
         Command::Check(arguments) => check::command(&arguments),
         Command::Bench(arguments) => bench::command(&arguments, build),
         Command::Replay(arguments) => replay(&arguments, build),
+        Command::JepaTargets(arguments) => jepa_targets::command::run(&arguments, build),
     };
     finish(done)
 }
@@ -113,14 +114,27 @@ fn load(
         let _ = writeln!(std::io::stderr(), "warning: skipped: {problem}");
     }
     let config = Config::from_toml(&found.loaded.config_toml, &found.path.join("config.toml"))?;
-    let mut learner = build(&elsewhere(&config, on)?)?;
-    learner.import(&found.loaded.state).with_context(|| format!("cannot load `{}`", found.path.display()))?;
+    // Whoever scores or generates reads the student alone.
+    let student = Config { jepa: JepaConfig::default(), ..config.clone() };
+    let mut learner = build(&elsewhere(&student, on)?)?;
+    learner
+        .import(&without_objective(found.loaded.state.clone()))
+        .with_context(|| format!("cannot load `{}`", found.path.display()))?;
     Ok((config, learner, found.loaded))
+}
+
+/// A state without what only the JEPA objective reads: its parameters, their moments and the teacher.
+pub(crate) fn without_objective(mut state: checkpoint::State) -> checkpoint::State {
+    let of_objective = |name: &str| name.trim_start_matches("m.").trim_start_matches("v.").starts_with("jepa.");
+    state.weights.retain(|name, _| !of_objective(name));
+    state.optimizer.retain(|name, _| !of_objective(name));
+    state.teacher.clear();
+    state
 }
 
 /// The configuration for a use that trains nothing: on the backend that was asked for, or the run's own, or the
 /// reference where that one does not open.
-fn elsewhere(config: &Config, on: Option<Backend>) -> anyhow::Result<Config> {
+pub(crate) fn elsewhere(config: &Config, on: Option<Backend>) -> anyhow::Result<Config> {
     let mut here = config.clone();
     here.run.backend = on.unwrap_or(config.run.backend);
     let own = here.run.backend == config.run.backend;
@@ -257,7 +271,15 @@ fn inspect(arguments: &InspectArgs, build: Build) -> anyhow::Result<()> {
     let bytes = |tensors: &std::collections::BTreeMap<String, checkpoint::Tensor>| -> usize {
         tensors.values().map(|tensor| 4 * tensor.shape.iter().product::<usize>()).sum()
     };
-    say(&format!("checkpoint: {} bytes of weights, {} of optimiser", bytes(&state.weights), bytes(&state.optimizer)));
+    let teacher = match bytes(&state.teacher) {
+        0 => String::new(),
+        bytes => format!(", {bytes} of teacher"),
+    };
+    say(&format!(
+        "checkpoint: {} bytes of weights, {} of optimiser{teacher}",
+        bytes(&state.weights),
+        bytes(&state.optimizer)
+    ));
     let schedule = config.schedule();
     let total = config.train.total_steps;
     say(&format!(
@@ -305,7 +327,10 @@ fn replay(arguments: &ReplayArgs, build: Build) -> anyhow::Result<()> {
         bytes.len(),
         len + 1
     );
-    let batch = Batch { step: loaded.manifest.next_step, rows, len, bytes };
+    let step = loaded.manifest.next_step;
+    let source = if config.train.overfit_one_batch { 0 } else { step };
+    let mask = config.jepa.on().then(|| step_mask(config.seed, source, rows, len));
+    let batch = Batch { step, rows, len, bytes, mask };
     let mut learner = build(&elsewhere(&config, None)?)?;
     learner.import(&loaded.state).with_context(|| format!("cannot load `{}`", folder.display()))?;
     match learner.first_nonfinite(&batch)? {

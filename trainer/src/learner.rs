@@ -6,6 +6,7 @@
 //! empties at log cadence. So a step is the same operations on the same memory every time, which is what a device
 //! needs to capture it once and replay it.
 
+mod teacher;
 mod update;
 
 use std::cell::RefCell;
@@ -26,6 +27,7 @@ use crate::instruments::{Ask, Asked, Engagement, Witness};
 use crate::model::{self, Ablation, Carry, Group, Model, Table, VOCABULARY};
 use crate::rng::{Purpose, stream};
 use crate::train::{Drift, Latch, Learner, Parameter, StepRecord};
+use teacher::{JepaPart, SHARES, TERMS};
 use update::MuonPart;
 
 /// Steps whose records the device holds until the host asks for them.
@@ -55,6 +57,10 @@ pub struct ModelLearner<B: Backend> {
     retracts_batched: bool,
     /// Muon, where the run has it. Its momentum lies in `m`, at the places of its parameters.
     muon: Option<MuonPart<B>>,
+    /// The JEPA objective, where the run has it.
+    jepa: Option<JepaPart<B>>,
+    /// `[rows, t, d]`, latents on their way to the host; made by the first who asks.
+    latents: Option<B::Tensor>,
     m: B::Tensor,
     v: B::Tensor,
     /// updates, skipped in all, skipped in this window, latched
@@ -64,7 +70,8 @@ pub struct ModelLearner<B: Backend> {
     /// `[rows, t]`, the step's batch.
     ids: B::Tensor,
     targets: B::Tensor,
-    /// `[parts * N]` cross-entropies of the step, each a share of the whole.
+    /// `[parts * N]` cross-entropies of the step, each a share of the whole; with the JEPA objective its terms follow
+    /// those of each part, and `JepaPart::shares` says what each counts.
     losses: B::Tensor,
     /// `[1]` = 1/N: every iteration's loss counts alike.
     loss_weight: B::Tensor,
@@ -98,7 +105,8 @@ impl<B: Backend + Witness> ModelLearner<B> {
             "optimizer.rule is muon, and {} has no kernels of it; give --backend cpu, or --set optimizer.rule=adamw",
             b.name()
         );
-        let mut model = Model::new(&b, &config.model, |stem| b.arithmetic(stem, config.run.precision.precision()))?;
+        let precision = |stem: &str| b.arithmetic(stem, config.run.precision.precision());
+        let mut model = Model::new(&b, &config.model, config.jepa.mode, precision)?;
         model.table = model.table.grouped(o.rule);
         ensure!(model.table.ranges(Group::Rows).is_empty(), "the learner has no rule for tables of rows");
         let muon = match o.rule {
@@ -115,6 +123,7 @@ impl<B: Backend + Witness> ModelLearner<B> {
                 ratio: o.muon_lr / o.lr,
             }),
         };
+        let jepa = JepaPart::new(&b, config, &model.table)?;
         let mut hasher = DefaultHasher::new();
         config.to_toml().hash(&mut hasher);
         let parameters = model.table.len();
@@ -123,6 +132,7 @@ impl<B: Backend + Witness> ModelLearner<B> {
         let t = config.data.seq_bytes;
         let n = config.model.iterations;
         let float = b.float();
+        let (terms, shares) = if jepa.is_some() { (n + TERMS, SHARES) } else { (n, 0) };
         let retracted = model.table.params.iter().filter(|p| p.retracted).count();
         let learner = Self {
             m: b.persistent(&[parameters], float)?,
@@ -132,9 +142,9 @@ impl<B: Backend + Witness> ModelLearner<B> {
             step: b.persistent(&[1], DType::U32)?,
             ids: b.persistent(&[rows, t], DType::U8)?,
             targets: b.persistent(&[rows, t], DType::U8)?,
-            losses: b.persistent(&[parts * n], float)?,
+            losses: b.persistent(&[parts * terms], float)?,
             loss_weight: b.persistent(&[1], float)?,
-            ring: b.persistent(&[RING_STEPS, parts * n + RECORD_TAIL + retracted], float)?,
+            ring: b.persistent(&[RING_STEPS, parts * (terms + shares) + RECORD_TAIL + retracted], float)?,
             scoring: Vec::new(),
             stream: Stream::new(&b, &config.model)?,
             spreads: b.persistent(&[retracted], float)?,
@@ -150,9 +160,13 @@ impl<B: Backend + Witness> ModelLearner<B> {
             model,
             retracts_batched: b.has("retract_all"),
             muon,
+            jepa,
+            latents: None,
             b,
         };
-        learner.upload(&learner.model.params, &learner.model.table.initial(config.seed))?;
+        let initial = learner.model.table.initial(config.seed);
+        learner.upload(&learner.model.params, &initial)?;
+        learner.set_teacher(&initial)?;
         learner.b.upload(arr1(&[1.0 / n as f64]).into_dyn().view(), &learner.loss_weight)?;
         Ok(learner)
     }
@@ -204,10 +218,13 @@ impl<B: Backend + Witness> ModelLearner<B> {
         Ok(())
     }
 
-    /// What the passes of one step ask of the operations.
+    /// What the passes of one step ask of the operations; a step with a backward pass has targets.
     fn asks(&self, targets: bool, backward: bool) -> Vec<Ask> {
-        let parts = if backward { self.config.train.accumulate as u64 } else { 1 };
-        let once = self.model.asks(targets, backward).into_iter();
+        if !backward {
+            return self.model.asks(targets, false);
+        }
+        let parts = self.config.train.accumulate as u64;
+        let once = self.part_asks().into_iter();
         once.map(|ask| Ask { forward: parts * ask.forward, backward: parts * ask.backward, ..ask }).collect()
     }
 
@@ -231,6 +248,11 @@ impl<B: Backend + Witness> ModelLearner<B> {
     }
 
     fn upload_batch(&self, batch: &Batch) -> Result<()> {
+        self.upload_bytes(batch)?;
+        self.upload_objective(batch)
+    }
+
+    fn upload_bytes(&self, batch: &Batch) -> Result<()> {
         let (rows, t) = (self.config.train.batch_rows, self.config.data.seq_bytes);
         ensure!(
             (batch.rows, batch.len) == (rows, t),
@@ -256,6 +278,10 @@ impl<B: Backend + Witness> ModelLearner<B> {
             let ids = b.view(&self.ids, start, &[part_rows, t])?;
             let targets = b.view(&self.targets, start, &[part_rows, t])?;
             let batch = model::Batch { ids: &ids, targets: Some(&targets), denominator: rows * t };
+            if let Some(jepa) = &self.jepa {
+                self.objective_gradients(b, jepa, part, &batch)?;
+                continue;
+            }
             let forward = self.model.forward(b, &batch, None)?;
             for (i, loss) in forward.losses.iter().enumerate() {
                 b.keep(loss, &b.view(&self.losses, part * n + i, &[1])?)?;
@@ -279,8 +305,18 @@ impl<B: Backend + Witness> ModelLearner<B> {
         for step in self.next_step - self.pending..self.next_step {
             let row = ring.index_axis(ndarray::Axis(0), step as usize % RING_STEPS);
             let row: Vec<f64> = row.iter().copied().collect();
-            let ce: Vec<f64> = (0..n).map(|i| (0..parts).map(|part| row[part * n + i]).sum()).collect();
-            let (fixed, spreads) = row[parts * n..].split_at(RECORD_TAIL);
+            let terms = self.losses_of_part();
+            let (losses, rest) = row.split_at(parts * terms);
+            let (fixed, rest) = rest.split_at(RECORD_TAIL);
+            let (spreads, shares) = rest.split_at(self.largest_spreads.len());
+            let (ce, aux) = match &self.jepa {
+                None => ((0..n).map(|i| (0..parts).map(|part| losses[part * n + i]).sum()).collect(), None),
+                Some(jepa) => {
+                    let (ce, aux) = jepa.combine(losses, shares, n);
+                    (ce, Some(aux))
+                }
+            };
+            let added = self.jepa.as_ref().zip(aux.as_ref()).map_or(0.0, |(jepa, aux)| jepa.added(aux));
             let &[norm, nonfinite, _scale, apply] = fixed else { bail!("a record has {} columns", row.len()) };
             for (largest, spread) in self.largest_spreads.iter_mut().zip(spreads) {
                 *largest = largest.max(*spread);
@@ -290,8 +326,9 @@ impl<B: Backend + Witness> ModelLearner<B> {
             }
             self.drained.push(StepRecord {
                 step,
-                loss: ce.iter().sum::<f64>() / n as f64,
+                loss: ce.iter().sum::<f64>() / n as f64 + added,
                 ce,
+                aux,
                 grad_norm: norm,
                 nonfinite: nonfinite as u64,
                 applied: apply == 1.0,
@@ -440,6 +477,9 @@ impl<B: Backend + Witness> Learner for ModelLearner<B> {
             self.gradients(b)?;
             self.update(b, retracts)
         })?;
+        if let Some(jepa) = self.jepa.as_ref().filter(|jepa| jepa.reads_targets()) {
+            jepa.read.set(jepa.read.get() + 1);
+        }
         self.next_step = batch.step + 1;
         self.pending += 1;
         Ok(())
@@ -506,6 +546,7 @@ impl<B: Backend + Witness> Learner for ModelLearner<B> {
             }
         }
         state.optimizer.insert("counters".to_owned(), Tensor::u32(&[4], counters.to_vec()));
+        self.export_teacher(&mut state)?;
         Ok(state)
     }
 
@@ -533,6 +574,7 @@ impl<B: Backend + Witness> Learner for ModelLearner<B> {
             bail!("checkpoint: tensor `{unknown}` is none of this model's");
         }
         let params = gather(&state.weights, "")?;
+        let teacher = self.teacher_of(state, &params)?;
         let (m, v) = (gather(&state.optimizer, "m.")?, gather(&state.optimizer, "v.")?);
         let counters = state.optimizer.get("counters").and_then(Tensor::as_u32);
         let counters = counters.filter(|c| c.len() == 4).context("checkpoint: `counters` is not four u32")?;
@@ -541,6 +583,7 @@ impl<B: Backend + Witness> Learner for ModelLearner<B> {
         self.upload(&self.m, &m)?;
         self.upload(&self.v, &v)?;
         self.upload(&self.counters, &counters)?;
+        self.set_teacher(&teacher)?;
         self.drained.clear();
         self.pending = 0;
         self.last_skipped = None;
@@ -584,8 +627,13 @@ impl<B: Backend + Witness> Learner for ModelLearner<B> {
         Ok(if bad(&losses) { Some("loss".to_owned()) } else { named(&gradient, "gradient of") })
     }
 
+    fn latents(&mut self, batch: &Batch) -> Result<Vec<f32>> {
+        self.latents_of_batch(batch)
+    }
+
     fn facts(&self) -> Facts {
-        Facts { products: self.b.products(), ..self.facts.clone() }
+        let targets = self.jepa.as_ref().and_then(JepaPart::targets);
+        Facts { products: self.b.products(), targets, ..self.facts.clone() }
     }
 
     fn witness(&self) -> Option<&dyn Witness> {
@@ -594,7 +642,8 @@ impl<B: Backend + Witness> Learner for ModelLearner<B> {
 
     fn engagement(&self) -> Option<Engagement> {
         let b = &self.b;
-        b.counts().then(|| Engagement::new(&self.asked.borrow(), &b.ledgers(), b.captures()))
+        let account = || Engagement::new(&self.asked.borrow(), &b.ledgers(), b.captures());
+        b.counts().then(|| account().with_jepa(self.objectives()))
     }
 }
 
@@ -615,6 +664,9 @@ fn choose(logits: &[f64], temperature: f64, uniform: f64) -> u8 {
     // Rounding can leave a sliver after the last byte; it belongs to the last byte that has any weight.
     weights.iter().rposition(|&w| w > 0.0).unwrap_or(0) as u8
 }
+
+#[cfg(test)]
+mod counting;
 
 #[cfg(test)]
 mod tests;

@@ -59,6 +59,9 @@ fn what_has_no_kernels_is_refused_before_the_run_starts() {
     }
     let refused = Place::new().run(&train("muon", &["--set", "optimizer.rule=muon"]));
     refused.expect(1, &["optimizer.rule is muon", "lavapipe f32 has no kernels of it; give --backend cpu"]);
+    let refused = Place::new().run(&train("jepa", &["--set", "jepa.mode=shared"]));
+    let stems = "lavapipe f32 has no kernels of mask_vector, layer_norm, jepa, koleo, ema; give --backend cpu";
+    refused.expect(1, &["jepa.mode is not off", stems]);
 }
 
 #[test]

@@ -12,6 +12,8 @@ pub struct State {
     pub weights: BTreeMap<String, Tensor>,
     /// What only the optimiser reads: moments, counters.
     pub optimizer: BTreeMap<String, Tensor>,
+    /// A teacher's parameters, where one follows the model.
+    pub teacher: BTreeMap<String, Tensor>,
     /// Steps whose update was applied.
     pub updates: u64,
 }
@@ -41,7 +43,8 @@ impl State {
             TensorData::F32(values) => values.iter().any(|value| !value.is_finite()),
             TensorData::U32(_) => false,
         };
-        self.weights.iter().chain(&self.optimizer).find(|(_, tensor)| broken(tensor)).map(|(name, _)| name.as_str())
+        let mut all = self.weights.iter().chain(&self.optimizer).chain(&self.teacher);
+        all.find(|(_, tensor)| broken(tensor)).map(|(name, _)| name.as_str())
     }
 }
 

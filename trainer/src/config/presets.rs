@@ -1,8 +1,8 @@
 //! The presets: complete configurations to start from.
 
 use super::{
-    Backend, CheckpointConfig, Config, ConfigError, DataConfig, LogConfig, ModelConfig, OptimizerConfig, Rule,
-    RunConfig, TrainConfig, muon_iterations, muon_lr, muon_momentum,
+    Backend, CheckpointConfig, Config, ConfigError, DataConfig, JepaConfig, LogConfig, ModelConfig, OptimizerConfig,
+    Rule, RunConfig, TrainConfig, muon_iterations, muon_lr, muon_momentum,
 };
 
 /// Names of the presets, the default first.
@@ -51,6 +51,8 @@ fn nano() -> Config {
             muon_momentum: muon_momentum(),
             muon_iterations: muon_iterations(),
         },
+        // Off until devices have kernels of it (docs/adr/0021).
+        jepa: JepaConfig::default(),
         log: LogConfig {
             every_steps: 10,
             eval_every_steps: 150,

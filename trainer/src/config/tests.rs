@@ -4,7 +4,7 @@ use std::io::Write;
 
 use toml::Value;
 
-use super::{Config, ConfigError, PRESETS, Sources, changes, check_changes, preset, resolve};
+use super::{Config, ConfigError, JepaConfig, JepaMode, PRESETS, Sources, changes, check_changes, preset, resolve};
 
 fn with_file(text: &str, sources: Sources) -> Result<Config, ConfigError> {
     let mut file = tempfile::Builder::new().prefix("run").suffix(".toml").tempfile().unwrap();
@@ -102,6 +102,15 @@ fn values_that_cannot_work_are_refused_with_their_key() {
         ("model.rank=1000", "above model.width = 256"),
         ("log.sample_temperature=0", "`log.sample_temperature` is 0"),
         ("optimizer.decay_percent=101", "from 0 to 100"),
+        ("jepa.weight=0", "`jepa.weight` is 0"),
+        ("jepa.weight=-0.1", "`jepa.weight` is -0.1"),
+        ("jepa.weight=1e300", "`jepa.weight` is 1"),
+        ("jepa.weight=nan", "`jepa.weight` is NaN"),
+        ("jepa.momentum=1.5", "`jepa.momentum` is 1.5; give a number from 0 to 1"),
+        ("jepa.momentum=nan", "`jepa.momentum` is NaN"),
+        ("jepa.targets=some", "`jepa.targets` is `some`, and jepa.mode is off"),
+        ("jepa.mode=both", "unknown variant `both`"),
+        ("jepa.wieght=1", "nearest is `jepa.weight`"),
     ];
     for (argument, expected) in cases {
         let error = with_set(argument).unwrap_err().to_string();
@@ -133,4 +142,25 @@ fn a_resumed_run_shows_what_changed_and_refuses_other_mathematics() {
     assert!(error.contains("0.002") && error.contains("0.001"), "{error}");
     let both = ["optimizer.lr".to_owned(), "train.total_steps".to_owned()];
     assert!(check_changes(&then, &now, &both).unwrap().is_some());
+}
+
+#[test]
+fn presets_and_configurations_from_before_have_no_jepa_and_switching_it_on_is_other_mathematics() {
+    let config = preset("tiny").unwrap();
+    assert!(!config.jepa.on());
+    let text = config.to_toml();
+    let (start, rest) = text.split_once("[jepa]").unwrap();
+    let end = &rest[rest.find("\n[").unwrap()..];
+    let before = Config::from_toml(&format!("{start}{end}"), "x".as_ref()).unwrap();
+    assert_eq!(before, config);
+    let mut on = config.clone();
+    on.jepa = JepaConfig { mode: JepaMode::Separate, targets: Some("file".into()), ..on.jepa };
+    assert_eq!(Config::from_toml(&on.to_toml(), "x".as_ref()).unwrap(), on);
+    assert_eq!((on.jepa.weight, on.jepa.momentum), (0.05, 0.999));
+    let keys: Vec<String> = changes(&config, &on).into_iter().filter(|c| c.mathematics).map(|c| c.key).collect();
+    assert_eq!(keys, ["jepa.mode", "jepa.targets"]);
+    assert!(check_changes(&config, &on, &[]).unwrap_err().to_string().contains("--allow-change jepa.mode"));
+    let set = ["jepa.mode=shared", "jepa.targets=file"].map(str::to_owned).to_vec();
+    let set = resolve(&Sources { set, ..Sources::default() }).unwrap();
+    assert_eq!(set.jepa.targets(), Some("file".as_ref()));
 }

@@ -14,7 +14,7 @@ mod windows;
 pub use corpus::{Corpus, Manifest, ManifestFile, SHIPPED_TEXT_NAME};
 pub use keys::Keys;
 pub use prefetch::Prefetch;
-pub use spans::{FIRST_START, MASKED_SHARE, SPAN_BYTES, span_mask, start_probability};
+pub use spans::{FIRST_START, MASKED_SHARE, SPAN_BYTES, span_mask, start_probability, step_mask};
 pub use split::{Segment, block_len, held_out_blocks, split};
 pub use windows::{EvalWindows, TrainWindows, Window, permute};
 
@@ -60,6 +60,9 @@ pub struct Batch {
     pub len: usize,
     /// `[b, t+1]`, row after row.
     pub bytes: Vec<u8>,
+    /// `[b, t]`, true where the student does not see the byte; absent where the run has no student and teacher.
+    /// The student's n-gram keys are to have symbol 256 there, the teacher's keys the bytes.
+    pub mask: Option<Vec<bool>>,
 }
 
 impl Batch {
@@ -114,7 +117,8 @@ impl Data {
             Some(eval) => (vec![Segment { start: 0, end: corpus.len() }], vec![Segment { start: 0, end: eval.len() }]),
             None => split(corpus.len()),
         };
-        let train = TrainWindows::new(train_segments, config.data.seq_bytes as u64, config.seed);
+        let train =
+            TrainWindows::new(train_segments, config.data.seq_bytes as u64, config.seed).with_masks(config.jepa.on());
         if train.windows_per_epoch() == 0 {
             return Err(DataError::TooSmall {
                 path: corpus.name(),
@@ -188,7 +192,7 @@ pub(crate) fn read_batch(corpus: &Corpus, train: &TrainWindows, step: u64, rows:
         let window = train.row(step, row, rows as u64);
         bytes.extend(corpus.read(window.start, window.len)?);
     }
-    Ok(Batch { step, rows, len, bytes })
+    Ok(Batch { step, rows, len, bytes, mask: train.mask(step, rows) })
 }
 
 #[cfg(test)]

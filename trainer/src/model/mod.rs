@@ -16,23 +16,27 @@
 //! The readout of the last iteration scores and generates: training and scoring share one function. `forward` keeps what
 //! each operation saved, in the order of the text above; `backward` walks it in reverse. A gradient that arrives at a
 //! tensor from several readers travels along them as the `plus` of each, so no launch only adds.
+//!
+//! A run with the JEPA objective has more than one pass over a batch: [`Pass`] says what each is for.
 
 mod ablation;
 mod attention;
 mod backward;
 mod forward;
 mod groups;
+mod jepa;
 mod params;
 
 pub use ablation::Ablation;
 pub use attention::Carry;
 pub use forward::{Batch, Forward};
 pub use groups::group_of;
+pub use jepa::{KOLEO_WEIGHT, Objective, Pass, STEMS as JEPA_STEMS, Upstream};
 pub use params::{CONV_WIDTH, DECAY_RANK, Group, Init, Param, Table, VOCABULARY};
 
 use dormouse_reference::{Backend, Precision, Result};
 
-use crate::config::ModelConfig;
+use crate::config::{JepaMode, ModelConfig};
 use crate::instruments::Ask;
 
 use forward::Configs;
@@ -58,12 +62,15 @@ struct Views<'a, B: Backend> {
     b: &'a B,
     table: &'a Table,
     flat: &'a B::Tensor,
+    /// Where tables of rows lie: a teacher reads the model's own.
+    rows: &'a B::Tensor,
 }
 
 impl<B: Backend> Views<'_, B> {
     fn get(&self, name: &str) -> Result<B::Tensor> {
         let param = self.table.get(name);
-        self.b.view(self.flat, param.start, &param.shape)
+        let flat = if param.group == Group::Rows { self.rows } else { self.flat };
+        self.b.view(flat, param.start, &param.shape)
     }
 
     /// Row `n` of the iteration embedding.
@@ -75,9 +82,12 @@ impl<B: Backend> Views<'_, B> {
 impl<B: Backend> Model<B> {
     /// A model with zeroed parameters and gradients; load or initialise them before use.
     ///
-    /// `precision` says which arithmetic an operation has.
-    pub fn new(b: &B, config: &ModelConfig, precision: impl Fn(&str) -> Precision) -> Result<Self> {
-        let table = Table::new(config);
+    /// `mode` says whether there are the parameters of an objective, `precision` which arithmetic an operation has.
+    pub fn new(b: &B, config: &ModelConfig, mode: JepaMode, precision: impl Fn(&str) -> Precision) -> Result<Self> {
+        let table = match mode {
+            JepaMode::Off => Table::new(config),
+            JepaMode::Shared | JepaMode::Separate => Table::new(config).with_jepa(config.width),
+        };
         let flat = || b.persistent(&[table.len()], b.float());
         Ok(Self {
             params: flat()?,
@@ -121,6 +131,11 @@ impl<B: Backend> Model<B> {
 
     /// A view of one parameter.
     pub fn param(&self, b: &B, name: &str) -> Result<B::Tensor> {
-        Views { b, table: &self.table, flat: &self.params }.get(name)
+        self.views(b, &self.params).get(name)
+    }
+
+    /// The named parts of a flat buffer that mirrors the parameters. A buffer of gradients has its own tables of rows.
+    fn views<'a>(&'a self, b: &'a B, flat: &'a B::Tensor) -> Views<'a, B> {
+        Views { b, table: &self.table, flat, rows: flat }
     }
 }

@@ -161,6 +161,18 @@ impl Table {
         table
     }
 
+    /// The same table with the parameters of the JEPA objective behind all others, so that those keep their initial
+    /// values.
+    #[must_use]
+    pub fn with_jepa(mut self, width: usize) -> Self {
+        let root = (width as f64).powf(-0.5);
+        self.add("jepa.mask", &[width], Init::Normal(root), Group::Vector, false);
+        self.add("jepa.norm_gain", &[width], Init::Constant(1.0), Group::Vector, false);
+        self.add("jepa.norm_bias", &[width], Init::Constant(0.0), Group::Vector, false);
+        self.add("jepa.predictor", &[width, width], Init::Uniform(root), Group::Matrix, false);
+        self
+    }
+
     fn add(&mut self, name: &'static str, shape: &[usize], init: Init, group: Group, retracted: bool) {
         let start = self.len();
         self.params.push(Param { name, shape: shape.to_vec(), start, init, group, retracted });
@@ -258,8 +270,29 @@ mod tests {
     }
 
     #[test]
+    fn jepa_adds_its_documented_parameters_behind_all_others_and_moves_none() {
+        let without = Table::new(&small());
+        let with = without.clone().with_jepa(768);
+        assert_eq!(with.len() - without.len(), 591_360 + 768);
+        assert_eq!(with.params[..without.params.len()], without.params);
+        assert_eq!(with.initial(3)[..without.len()], without.initial(3));
+        let added = &with.params[without.params.len()..];
+        let decayed: Vec<&str> = added.iter().filter(|p| p.group == Group::Matrix).map(|p| p.name).collect();
+        assert_eq!(decayed, ["jepa.predictor"]);
+        assert!(added.iter().all(|p| matches!(p.group, Group::Matrix | Group::Vector) && !p.retracted));
+        let flat = with.initial(3);
+        let mask = &flat[with.get("jepa.mask").range()];
+        // The squared length of d draws of variance 1/d is 1, within four standard errors of sqrt(2/d).
+        let square: f64 = mask.iter().map(|x| x * x).sum();
+        assert!((square - 1.0).abs() < 4.0 * (2.0 / 768f64).sqrt(), "{square}");
+        let bound = 768f64.powf(-0.5);
+        let largest = flat[with.get("jepa.predictor").range()].iter().fold(0.0f64, |most, x| most.max(x.abs()));
+        assert!(largest <= bound && largest > 0.999 * bound, "{largest}");
+    }
+
+    #[test]
     fn every_parameter_is_in_exactly_one_group() {
-        let table = Table::new(&small());
+        let table = Table::new(&small()).with_jepa(768);
         let mut covered = vec![0; table.len()];
         for group in [Group::Matrix, Group::Vector] {
             for range in table.ranges(group) {
