@@ -20,7 +20,8 @@ fn step(c: &mut Criterion) {
     group.sample_size(10);
     group.bench_function("nano", |bench| {
         bench.iter(|| {
-            learner.step(&Batch { step: at, rows, len, bytes: bytes.clone(), keys: None }, 1e-4).expect("a step");
+            let bytes = bytes.clone();
+            learner.step(&Batch { step: at, rows, len, bytes, keys: None, mask: None }, 1e-4).expect("a step");
             at += 1;
             // The records are read as a run reads them.
             if at.is_multiple_of(10) {

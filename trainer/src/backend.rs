@@ -28,6 +28,9 @@ pub struct Facts {
     /// The library algorithm of every matrix product so far; the same algorithms give the same bits.
     #[serde(default)]
     pub products: Vec<String>,
+    /// BLAKE3 of the teacher whose latents a file gives the run; absent where no file does.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub targets: Option<String>,
 }
 
 impl Facts {
@@ -39,6 +42,7 @@ impl Facts {
             arms: choices.iter().map(|choice| (choice.stem.to_owned(), choice.arm.word().to_owned())).collect(),
             unverified: choices.iter().any(|choice| choice.unverified),
             products: Vec::new(),
+            targets: None,
         }
     }
 

@@ -36,6 +36,8 @@ struct Measured {
     retract_every: u64,
     /// Format of the spectral factors.
     format: String,
+    /// How the JEPA objective is trained; absent where there is none.
+    jepa: Option<String>,
     graph: bool,
     step_to: u64,
     /// Median and interquartile range.
@@ -164,6 +166,10 @@ fn measure(config: &Config, steps: u64, build: Build) -> Result<Measured> {
         ns: (config.optimizer.rule == Rule::Muon).then_some(config.optimizer.muon_iterations),
         retract_every: config.optimizer.retract_every_steps,
         format: config.model.format.word().to_owned(),
+        jepa: config.jepa.on().then(|| {
+            let source = if config.jepa.has_teacher() { "" } else { " from targets" };
+            format!("{}{source}", config.jepa.mode.word())
+        }),
         graph: learner.witness().is_some_and(|witness| witness.captures() > 0),
         step_to: steps,
         ms_median: quantile(0.5),
@@ -271,7 +277,7 @@ fn row(all: &[Measured], note: &str) -> Result<Row> {
         ("precision", first.facts.precision.clone()),
         ("formats", first.format.clone()),
         ("arms", arms(&first.facts)),
-        ("jepa", NONE.to_owned()),
+        ("jepa", first.jepa.clone().unwrap_or(NONE.to_owned())),
         ("ns", first.ns.map_or(NONE.to_owned(), |ns| ns.to_string())),
         ("retract_every", first.retract_every.to_string()),
         ("graph", first.graph.to_string()),

@@ -53,6 +53,8 @@ pub enum Command {
     Bench(BenchArgs),
     /// Run the batch of a bundle that a run left when it stopped being finite.
     Replay(ReplayArgs),
+    /// Write the latents of a trained model to a file that a JEPA run reads instead of running a teacher.
+    JepaTargets(JepaTargetsArgs),
 }
 
 /// Where a configuration's values come from, weakest first: preset, file, --set, flags.
@@ -300,6 +302,43 @@ pub struct GenerateArgs {
     /// What computes [default: what trained it, or what answers where that does not].
     #[arg(long, value_name = "BACKEND")]
     pub backend: Option<Backend>,
+}
+
+/// Arguments of `jepa-targets`.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  dormouse jepa-targets runs/first --out first.targets
+  dormouse train --seed 0 --set jepa.mode=shared --set jepa.targets=first.targets
+  dormouse jepa-targets runs/first --best --out other.targets --set seed=7 --set train.batch_rows=16
+  dormouse jepa-targets runs/first --out late.targets --first-step 1000 --steps 500
+
+The teacher is the moving average of a run that had one, else the model itself. A file fits one seed, one data set, one
+number of rows and bytes a row, because they decide which bytes a step has and which of them are masked. A run that
+reads it has a frozen teacher, which is another objective than one that follows.")]
+pub struct JepaTargetsArgs {
+    /// Run folder whose checkpoint is the teacher.
+    pub run: PathBuf,
+    /// File to write; it has its name only when it is finished.
+    #[arg(long, value_name = "FILE")]
+    pub out: PathBuf,
+    /// Take the checkpoint with the fewest held-out bits per byte instead of the newest.
+    #[arg(long)]
+    pub best: bool,
+    /// One value of the run that will read, by its key, where it differs from this run's; may be repeated.
+    #[arg(long, value_name = "KEY=VALUE")]
+    pub set: Vec<String>,
+    /// First step of the run that will read.
+    #[arg(long, value_name = "STEP", default_value_t = 0)]
+    pub first_step: u64,
+    /// Steps [default: up to the last one].
+    #[arg(long, value_name = "N")]
+    pub steps: Option<u64>,
+    /// What computes [default: what trained it, or what answers where that does not].
+    #[arg(long, value_name = "BACKEND")]
+    pub backend: Option<Backend>,
+    /// Print the result only.
+    #[arg(long)]
+    pub quiet: bool,
 }
 
 /// Arguments of `inspect`.

@@ -11,15 +11,15 @@ use crate::anchors::{Anchors, FIT_LIMIT_BYTES};
 use crate::backend;
 use crate::checkpoint::{self, Loaded};
 use crate::cli::{AnchorsArgs, ArmsArgs, AtlasCommand, Command, EvalArgs, GenerateArgs, ReplayArgs, TrainArgs};
-use crate::config::{Backend, Config, ConfigError, Sources, resolve};
-use crate::data::{Batch, Data};
+use crate::config::{Backend, Config, ConfigError, JepaConfig, Sources, resolve};
+use crate::data::{Batch, Data, step_mask};
 use crate::exit::{Exit, NonFiniteResult};
 use crate::instruments::atlas::Atlas;
 use crate::progress::say;
 use crate::run::RunFolder;
 use crate::signals::Stop;
 use crate::train::{self, Build, Learner, Limits};
-use crate::{bench, check, inspect};
+use crate::{bench, check, inspect, jepa_targets};
 
 /// Runs a subcommand and turns its error, if any, into a message and an exit code.
 pub fn run(command: Command, build: Build) -> ExitCode {
@@ -34,6 +34,7 @@ pub fn run(command: Command, build: Build) -> ExitCode {
         Command::Check(arguments) => check::command(&arguments),
         Command::Bench(arguments) => bench::command(&arguments, build),
         Command::Replay(arguments) => replay(&arguments, build),
+        Command::JepaTargets(arguments) => jepa_targets::command::run(&arguments, build),
     };
     finish(done)
 }
@@ -111,14 +112,27 @@ fn load(
         let _ = writeln!(std::io::stderr(), "warning: skipped: {problem}");
     }
     let config = Config::from_toml(&found.loaded.config_toml, &found.path.join("config.toml"))?;
-    let mut learner = build(&elsewhere(&config, on)?)?;
-    learner.import(&found.loaded.state).with_context(|| format!("cannot load `{}`", found.path.display()))?;
+    // Whoever scores or generates reads the student alone.
+    let student = Config { jepa: JepaConfig::default(), ..config.clone() };
+    let mut learner = build(&elsewhere(&student, on)?)?;
+    learner
+        .import(&without_objective(found.loaded.state.clone()))
+        .with_context(|| format!("cannot load `{}`", found.path.display()))?;
     Ok((config, learner, found.loaded))
+}
+
+/// A state without what only the JEPA objective reads: its parameters, their moments and the teacher.
+pub(crate) fn without_objective(mut state: checkpoint::State) -> checkpoint::State {
+    let of_objective = |name: &str| name.trim_start_matches("m.").trim_start_matches("v.").starts_with("jepa.");
+    state.weights.retain(|name, _| !of_objective(name));
+    state.optimizer.retain(|name, _| !of_objective(name));
+    state.teacher.clear();
+    state
 }
 
 /// The configuration for a use that trains nothing: on the backend that was asked for, or the run's own, or the
 /// reference where that one does not open.
-fn elsewhere(config: &Config, on: Option<Backend>) -> anyhow::Result<Config> {
+pub(crate) fn elsewhere(config: &Config, on: Option<Backend>) -> anyhow::Result<Config> {
     let mut here = config.clone();
     here.run.backend = on.unwrap_or(config.run.backend);
     let own = here.run.backend == config.run.backend;
@@ -253,7 +267,10 @@ fn replay(arguments: &ReplayArgs, build: Build) -> anyhow::Result<()> {
         bytes.len(),
         len + 1
     );
-    let batch = Batch { step: loaded.manifest.next_step, rows, len, bytes, keys: None };
+    let step = loaded.manifest.next_step;
+    let source = if config.train.overfit_one_batch { 0 } else { step };
+    let mask = config.jepa.on().then(|| step_mask(config.seed, source, rows, len));
+    let batch = Batch { step, rows, len, bytes, keys: None, mask };
     let mut learner = build(&elsewhere(&config, None)?)?;
     learner.import(&loaded.state).with_context(|| format!("cannot load `{}`", folder.display()))?;
     match learner.first_nonfinite(&batch)? {

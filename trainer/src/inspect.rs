@@ -86,18 +86,23 @@ fn model(config: &Config) -> String {
             mib(memory.room)
         ),
     };
+    let teacher = match memory.teacher {
+        0 => String::new(),
+        bytes => format!("teacher {}, ", mib(bytes)),
+    };
     lines.push(format!(
-        "memory: weights {}, gradients {}, moments {}, {place}",
+        "memory: weights {}, gradients {}, moments {}, {teacher}{place}",
         mib(memory.weights),
         mib(memory.gradients),
         mib(memory.moments)
     ));
     let products = Products::of(config, &table);
     lines.push(format!(
-        "matmul FLOPs a step: {:.3e}: forward {:.3e}, backward {:.3e}, muon {:.3e}, retraction {:.3e}; the recurrence of \
+        "matmul FLOPs a step: {:.3e}: forward {:.3e}, teacher {:.3e}, backward {:.3e}, muon {:.3e}, retraction {:.3e}; the recurrence of \
          the attention is not counted",
         products.sum() as f64,
         products.forward as f64,
+        products.teacher as f64,
         products.backward as f64,
         products.muon as f64,
         products.retraction as f64
@@ -115,11 +120,11 @@ mod tests {
         let text = model(&preset("small").unwrap());
         for words in [
             "engram.table                    [98304, 32]      3145728  adam by row",
-            "sum                                              8404301\n",
-            "8404301 parameters",
+            "sum                                              8996429\n",
+            "8996429 parameters",
             "\n  adam by row: 1 tensors, 3145728 values: engram.table",
             "engram.key engram.value",
-            "memory: weights 20.1 MiB, gradients 20.1 MiB, moments 40.1 MiB, n-gram table 48.4 MiB with gradient",
+            "memory: weights 22.3 MiB, gradients 22.3 MiB, moments 44.6 MiB, teacher 22.3 MiB, n-gram table 48.4 MiB with gradient",
             "matmul FLOPs a step: ",
         ] {
             assert!(text.contains(words), "`{words}` is not in:\n{text}");
@@ -127,7 +132,7 @@ mod tests {
         let mut host = preset("small").unwrap();
         host.model.engram = Engram::Host;
         let text = model(&host);
-        assert!(text.contains("[98304, 32]") && text.contains("on the host, 6.0 MiB on the device"), "{text}");
+        assert!(text.contains("[98304, 32]") && text.contains("on the host, 12.0 MiB on the device"), "{text}");
         assert!(model(&preset("tiny").unwrap()).contains("no n-gram table"));
     }
 }

@@ -12,7 +12,8 @@
 //! | 8 | `first_step` | the first step that is held |
 //! | 8 | `steps` | how many are |
 //! | 4, 4, 4 | `rows`, `len`, `width` | the batch: rows, positions a row, channels |
-//! | 32 | `source` | BLAKE3 of what the latents were computed from: teacher and data |
+//! | 32 | `data` | BLAKE3 of the data that the batches are of |
+//! | 32 | `source` | BLAKE3 of the teacher |
 //! | 8 | `bytes` | length of the whole file; 0 until it is finished |
 //! | 4 | `checksum` | CRC-32C of all of the above |
 //!
@@ -20,17 +21,21 @@
 //! the payload (4), and the payload, `width` numbers for each masked position in order. All numbers are little-endian, all
 //! latents f32. A step is found by reading on; going back starts over.
 
+pub mod command;
+
 use std::fs::File;
 use std::io::{BufReader, BufWriter, ErrorKind, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
+use crate::config::Config;
+
 /// Version of the file's layout.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 const MAGIC: [u8; 8] = *b"dmjepat\n";
 
 /// Names and sizes of the header's fields, in order.
-const FIELDS: [(&str, usize); 12] = [
+const FIELDS: [(&str, usize); 13] = [
     ("magic", 8),
     ("version", 4),
     ("teacher_step", 8),
@@ -40,13 +45,14 @@ const FIELDS: [(&str, usize); 12] = [
     ("rows", 4),
     ("len", 4),
     ("width", 4),
+    ("data", 32),
     ("source", 32),
     ("bytes", 8),
     ("checksum", 4),
 ];
 
 /// Bytes of the header.
-const HEADER_BYTES: usize = 100;
+const HEADER_BYTES: usize = 132;
 
 /// Bytes before a step's payload.
 const RECORD_BYTES: usize = 20;
@@ -110,7 +116,9 @@ pub struct Header {
     pub len: u32,
     /// Channels of a latent.
     pub width: u32,
-    /// BLAKE3 of what the latents were computed from.
+    /// BLAKE3 of the data, as its manifest has it.
+    pub data: [u8; 32],
+    /// BLAKE3 of the teacher.
     pub source: [u8; 32],
 }
 
@@ -130,6 +138,7 @@ impl Header {
         for word in [self.rows, self.len, self.width] {
             out.extend(word.to_le_bytes());
         }
+        out.extend(self.data);
         out.extend(self.source);
         out.extend(bytes.to_le_bytes());
         out.extend(crc32c::crc32c(&out).to_le_bytes());
@@ -164,6 +173,7 @@ impl Header {
             rows: u32_of("rows"),
             len: u32_of("len"),
             width: u32_of("width"),
+            data: field("data").try_into().expect("the field has 32 bytes"),
             source: field("source").try_into().expect("the field has 32 bytes"),
         };
         Ok((header, u64_of("bytes")))
@@ -247,6 +257,17 @@ impl Writer {
         let file = self.file.into_inner().map_err(|error| io("write", &unfinished, error.into_error()))?;
         file.sync_all().map_err(|cause| io("write", &unfinished, cause))?;
         std::fs::rename(&unfinished, &self.path).map_err(|cause| io("rename", &unfinished, cause))
+    }
+
+    /// Bytes so far.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Gives up and removes what was written.
+    pub fn abandon(self) {
+        // Whatever cannot be removed was never finished, and its header says so.
+        let _ = std::fs::remove_file(&self.unfinished);
     }
 
     fn step_count(&self, got: u64) -> TargetsError {
@@ -342,6 +363,41 @@ impl Reader {
             }),
             None => Ok(()),
         }
+    }
+
+    /// [`Reader::require`] with a run's configuration, and that the file reaches to the run's last step.
+    ///
+    /// # Errors
+    /// As [`Reader::require`]; [`TargetsError::NoStep`].
+    pub fn require_for(&self, config: &Config) -> Result<()> {
+        let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+        let (rows, len) = (number(config.train.batch_rows), number(config.data.seq_bytes));
+        self.require(config.seed, rows, len, number(config.model.width))?;
+        let (first, steps) = (self.header.first_step, self.header.steps);
+        let last = config.train.total_steps - 1;
+        if last < first || last - first >= steps {
+            let held = (first + steps).saturating_sub(1);
+            return Err(TargetsError::NoStep { path: self.path.clone(), step: last, first, last: held });
+        }
+        Ok(())
+    }
+
+    /// Refuses a file that was made of other data than `data`, or that does not hold step `next`.
+    ///
+    /// # Errors
+    /// [`TargetsError::Mismatch`], [`TargetsError::NoStep`].
+    pub fn require_data(&self, data: [u8; 32], next: u64) -> Result<()> {
+        let (first, steps) = (self.header.first_step, self.header.steps);
+        if next < first {
+            let held = (first + steps).saturating_sub(1);
+            return Err(TargetsError::NoStep { path: self.path.clone(), step: next, first, last: held });
+        }
+        let word = |hash: [u8; 32]| format!("BLAKE3 {}", &blake3::Hash::from(hash).to_hex()[..16]);
+        if self.header.data == data {
+            return Ok(());
+        }
+        let (got, expected) = (word(self.header.data), word(data));
+        Err(TargetsError::Mismatch { path: self.path.clone(), field: "data", got, expected })
     }
 
     /// The latents of step `step` into `into` (`rows * len * width`): the masked positions' as written, 0 elsewhere.

@@ -7,13 +7,13 @@
 //! needs to capture it once and replay it.
 
 mod memory;
+mod teacher;
 mod update;
 
 use std::cell::RefCell;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use anyhow::{Context, Result, bail, ensure};
-use dormouse_reference::engram_hash::Compact;
 use dormouse_reference::muon;
 use dormouse_reference::{Backend, DType, Error, StepKey};
 use nalgebra::DMatrix;
@@ -28,8 +28,9 @@ use crate::instruments::{Ask, Asked, Engagement, Witness};
 use crate::model::{self, Ablation, Carry, Model, Table, VOCABULARY};
 use crate::rng::{Purpose, stream};
 use crate::train::{Drift, Latch, Learner, Parameter, StepRecord};
-use memory::{MemoryPart, Reading};
+use memory::{MemoryPart, Names, Reading, memory};
 pub use memory::{parameters, resident};
+use teacher::{JepaPart, SHARES, TERMS};
 use update::MuonPart;
 
 /// Steps whose records the device holds until the host asks for them.
@@ -61,6 +62,10 @@ pub struct ModelLearner<B: Backend> {
     muon: Option<MuonPart<B>>,
     /// The n-gram memory, where the run has it.
     memory: Option<MemoryPart<B>>,
+    /// The JEPA objective, where the run has it.
+    jepa: Option<JepaPart<B>>,
+    /// `[rows, t, d]`, latents on their way to the host; made by the first who asks.
+    latents: Option<B::Tensor>,
     m: B::Tensor,
     v: B::Tensor,
     /// updates, skipped in all, skipped in this window, latched
@@ -70,7 +75,8 @@ pub struct ModelLearner<B: Backend> {
     /// `[rows, t]`, the step's batch.
     ids: B::Tensor,
     targets: B::Tensor,
-    /// `[parts * N]` cross-entropies of the step, each a share of the whole.
+    /// `[parts * N]` cross-entropies of the step, each a share of the whole; with the JEPA objective its terms follow
+    /// those of each part, and `JepaPart::shares` says what each counts.
     losses: B::Tensor,
     /// `[1]` = 1/N: every iteration's loss counts alike.
     loss_weight: B::Tensor,
@@ -106,7 +112,7 @@ impl<B: Backend + Witness> ModelLearner<B> {
         );
         memory::check(&b, config)?;
         let precision = config.run.precision.precision();
-        let model = Model::with_table(&b, &config.model, resident(config), |stem| b.arithmetic(stem, precision))?;
+        let model = Model::new(&b, &config.model, resident(config), |stem| b.arithmetic(stem, precision))?;
         let memory = MemoryPart::new(&b, config)?;
         let muon = match o.rule {
             Rule::Adamw => None,
@@ -122,6 +128,7 @@ impl<B: Backend + Witness> ModelLearner<B> {
                 ratio: o.muon_lr / o.lr,
             }),
         };
+        let jepa = JepaPart::new(&b, config, &model.table)?;
         let mut hasher = DefaultHasher::new();
         config.to_toml().hash(&mut hasher);
         let parameters = model.table.len();
@@ -130,6 +137,7 @@ impl<B: Backend + Witness> ModelLearner<B> {
         let t = config.data.seq_bytes;
         let n = config.model.iterations;
         let float = b.float();
+        let (terms, shares) = if jepa.is_some() { (n + TERMS, SHARES) } else { (n, 0) };
         let retracted = model.table.params.iter().filter(|p| p.retracted).count();
         let learner = Self {
             m: b.persistent(&[parameters], float)?,
@@ -139,9 +147,9 @@ impl<B: Backend + Witness> ModelLearner<B> {
             step: b.persistent(&[1], DType::U32)?,
             ids: b.persistent(&[rows, t], DType::U8)?,
             targets: b.persistent(&[rows, t], DType::U8)?,
-            losses: b.persistent(&[parts * n], float)?,
+            losses: b.persistent(&[parts * terms], float)?,
             loss_weight: b.persistent(&[1], float)?,
-            ring: b.persistent(&[RING_STEPS, parts * n + RECORD_TAIL + retracted], float)?,
+            ring: b.persistent(&[RING_STEPS, parts * (terms + shares) + RECORD_TAIL + retracted], float)?,
             scoring: Vec::new(),
             stream: Stream::new(&b, &config.model, memory.as_ref())?,
             spreads: b.persistent(&[retracted], float)?,
@@ -158,9 +166,13 @@ impl<B: Backend + Witness> ModelLearner<B> {
             retracts_batched: b.has("retract_all"),
             muon,
             memory,
+            jepa,
+            latents: None,
             b,
         };
-        learner.upload(&learner.model.params, &learner.model.table.initial(config.seed))?;
+        let initial = learner.model.table.initial(config.seed);
+        learner.upload(&learner.model.params, &initial)?;
+        learner.set_teacher(&initial)?;
         learner.b.upload(arr1(&[1.0 / n as f64]).into_dyn().view(), &learner.loss_weight)?;
         Ok(learner)
     }
@@ -212,10 +224,13 @@ impl<B: Backend + Witness> ModelLearner<B> {
         Ok(())
     }
 
-    /// What the passes of one step ask of the operations.
+    /// What the passes of one step ask of the operations; a step with a backward pass has targets.
     fn asks(&self, targets: bool, backward: bool) -> Vec<Ask> {
-        let parts = if backward { self.config.train.accumulate as u64 } else { 1 };
-        let once = self.model.asks(targets, backward).into_iter();
+        if !backward {
+            return self.model.asks(targets, false);
+        }
+        let parts = self.config.train.accumulate as u64;
+        let once = self.part_asks().into_iter();
         once.map(|ask| Ask { forward: parts * ask.forward, backward: parts * ask.backward, ..ask }).collect()
     }
 
@@ -239,7 +254,14 @@ impl<B: Backend + Witness> ModelLearner<B> {
     }
 
     /// Brings a batch to the device; with a memory on the host, gives the names of its rows.
-    fn upload_batch(&self, batch: &Batch) -> Result<Option<Compact>> {
+    fn upload_batch(&self, batch: &Batch) -> Result<Option<Names>> {
+        let names = self.upload_bytes(batch)?;
+        self.upload_objective(batch)?;
+        Ok(names)
+    }
+
+    /// What every pass over a batch reads.
+    fn upload_bytes(&self, batch: &Batch) -> Result<Option<Names>> {
         let (rows, t) = (self.config.train.batch_rows, self.config.data.seq_bytes);
         ensure!(
             (batch.rows, batch.len) == (rows, t),
@@ -265,9 +287,13 @@ impl<B: Backend + Witness> ModelLearner<B> {
             let start = part * part_rows * t;
             let ids = b.view(&self.ids, start, &[part_rows, t])?;
             let targets = b.view(&self.targets, start, &[part_rows, t])?;
-            let keys = self.memory.as_ref().map(|memory| memory.part(b, part)).transpose()?;
-            let memory = keys.as_ref().map(|[rows, order]| model::Memory { rows, order: Some(order), table: None });
-            let batch = model::Batch { ids: &ids, targets: Some(&targets), denominator: rows * t, memory };
+            let keys = |plain| self.memory.as_ref().map(|memory| memory.part(b, part, plain)).transpose();
+            let (keys, plain_keys) = (keys(false)?, keys(true)?);
+            let batch = model::Batch { ids: &ids, targets: Some(&targets), denominator: rows * t, memory: memory(&keys) };
+            if let Some(jepa) = &self.jepa {
+                self.objective_gradients(b, jepa, part, &batch, memory(&plain_keys))?;
+                continue;
+            }
             let forward = self.model.forward(b, &batch, None)?;
             for (i, loss) in forward.losses.iter().enumerate() {
                 b.keep(loss, &b.view(&self.losses, part * n + i, &[1])?)?;
@@ -291,8 +317,18 @@ impl<B: Backend + Witness> ModelLearner<B> {
         for step in self.next_step - self.pending..self.next_step {
             let row = ring.index_axis(ndarray::Axis(0), step as usize % RING_STEPS);
             let row: Vec<f64> = row.iter().copied().collect();
-            let ce: Vec<f64> = (0..n).map(|i| (0..parts).map(|part| row[part * n + i]).sum()).collect();
-            let (fixed, spreads) = row[parts * n..].split_at(RECORD_TAIL);
+            let terms = self.losses_of_part();
+            let (losses, rest) = row.split_at(parts * terms);
+            let (fixed, rest) = rest.split_at(RECORD_TAIL);
+            let (spreads, shares) = rest.split_at(self.largest_spreads.len());
+            let (ce, aux) = match &self.jepa {
+                None => ((0..n).map(|i| (0..parts).map(|part| losses[part * n + i]).sum()).collect(), None),
+                Some(jepa) => {
+                    let (ce, aux) = jepa.combine(losses, shares, n);
+                    (ce, Some(aux))
+                }
+            };
+            let added = self.jepa.as_ref().zip(aux.as_ref()).map_or(0.0, |(jepa, aux)| jepa.added(aux));
             let &[norm, nonfinite, _scale, apply] = fixed else { bail!("a record has {} columns", row.len()) };
             for (largest, spread) in self.largest_spreads.iter_mut().zip(spreads) {
                 *largest = largest.max(*spread);
@@ -302,8 +338,9 @@ impl<B: Backend + Witness> ModelLearner<B> {
             }
             self.drained.push(StepRecord {
                 step,
-                loss: ce.iter().sum::<f64>() / n as f64,
+                loss: ce.iter().sum::<f64>() / n as f64 + added,
                 ce,
+                aux,
                 grad_norm: norm,
                 nonfinite: nonfinite as u64,
                 applied: apply == 1.0,
@@ -472,6 +509,9 @@ impl<B: Backend + Witness> Learner for ModelLearner<B> {
         if let Some(names) = names {
             self.update_host_table(&names, batch.step, lr)?;
         }
+        if let Some(jepa) = self.jepa.as_ref().filter(|jepa| jepa.reads_targets()) {
+            jepa.read.set(jepa.read.get() + 1);
+        }
         self.next_step = batch.step + 1;
         self.pending += 1;
         Ok(())
@@ -541,6 +581,7 @@ impl<B: Backend + Witness> Learner for ModelLearner<B> {
         if let Some(memory) = &self.memory {
             memory.export(&self.b, &mut state)?;
         }
+        self.export_teacher(&mut state)?;
         Ok(state)
     }
 
@@ -571,6 +612,7 @@ impl<B: Backend + Witness> Learner for ModelLearner<B> {
             bail!("checkpoint: tensor `{unknown}` is none of this model's");
         }
         let params = gather(&state.weights, "")?;
+        let teacher = self.teacher_of(state, &params)?;
         let (m, v) = (gather(&state.optimizer, "m.")?, gather(&state.optimizer, "v.")?);
         let counters = state.optimizer.get("counters").and_then(Tensor::as_u32);
         let counters = counters.filter(|c| c.len() == 4).context("checkpoint: `counters` is not four u32")?;
@@ -583,6 +625,7 @@ impl<B: Backend + Witness> Learner for ModelLearner<B> {
         self.upload(&self.m, &m)?;
         self.upload(&self.v, &v)?;
         self.upload(&self.counters, &counters)?;
+        self.set_teacher(&teacher)?;
         self.drained.clear();
         self.pending = 0;
         self.last_skipped = None;
@@ -624,8 +667,13 @@ impl<B: Backend + Witness> Learner for ModelLearner<B> {
         Ok(if bad(&losses) { Some("loss".to_owned()) } else { named(&gradient, "gradient of") })
     }
 
+    fn latents(&mut self, batch: &Batch) -> Result<Vec<f32>> {
+        self.latents_of_batch(batch)
+    }
+
     fn facts(&self) -> Facts {
-        Facts { products: self.b.products(), ..self.facts.clone() }
+        let targets = self.jepa.as_ref().and_then(JepaPart::targets);
+        Facts { products: self.b.products(), targets, ..self.facts.clone() }
     }
 
     fn witness(&self) -> Option<&dyn Witness> {
@@ -634,7 +682,8 @@ impl<B: Backend + Witness> Learner for ModelLearner<B> {
 
     fn engagement(&self) -> Option<Engagement> {
         let b = &self.b;
-        b.counts().then(|| Engagement::new(&self.asked.borrow(), &b.ledgers(), b.captures()))
+        let account = || Engagement::new(&self.asked.borrow(), &b.ledgers(), b.captures());
+        b.counts().then(|| account().with_jepa(self.objectives()))
     }
 }
 
@@ -655,6 +704,9 @@ fn choose(logits: &[f64], temperature: f64, uniform: f64) -> u8 {
     // Rounding can leave a sliver after the last byte; it belongs to the last byte that has any weight.
     weights.iter().rposition(|&w| w > 0.0).unwrap_or(0) as u8
 }
+
+#[cfg(test)]
+mod counting;
 
 #[cfg(test)]
 mod tests;

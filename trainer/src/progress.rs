@@ -6,6 +6,8 @@ use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
 
+use crate::train::Aux;
+
 /// Where the lines of a run go.
 pub struct Reporter {
     bar: Option<ProgressBar>,
@@ -96,6 +98,8 @@ pub struct StepLine {
     pub loss: f64,
     /// Mean cross-entropy of the last iteration, nats: the one that bits per byte are made of.
     pub readout_ce: f64,
+    /// The terms of the JEPA objective, where the run has it.
+    pub aux: Option<Aux>,
     /// Gradient norm before clipping.
     pub grad_norm: f64,
     /// Learning rate of the step.
@@ -117,11 +121,14 @@ impl StepLine {
         let mut parts = vec![
             format!("step {}/{}", self.done, self.total),
             format!("loss {:.3} (bpb {:.3})", self.loss, self.readout_ce / std::f64::consts::LN_2),
+        ];
+        parts.extend(self.aux.map(|Aux { jepa, koleo }| format!("jepa {jepa:.3} koleo {koleo:.3}")));
+        parts.extend([
             format!("grad {:.2}", self.grad_norm),
             format!("lr {:.1e}", self.lr),
             format!("{:.1} ms", 1e3 * seconds),
             rate(self.bytes_per_step as f64 / seconds),
-        ];
+        ]);
         if let Some(bpb) = self.held_out_bpb {
             parts.push(format!("held-out {bpb:.3}"));
         }
@@ -169,6 +176,7 @@ pub fn printable(bytes: &[u8]) -> String {
 #[cfg(test)]
 mod tests {
     use super::{StepLine, minutes, printable};
+    use crate::train::Aux;
     use std::time::Duration;
 
     #[test]
@@ -178,6 +186,7 @@ mod tests {
             total: 20000,
             loss: 1.341,
             readout_ce: 1.341,
+            aux: None,
             grad_norm: 0.82,
             lr: 6e-4,
             step_time: Duration::from_micros(2100),
@@ -189,6 +198,9 @@ mod tests {
             line.render(),
             "step 1200/20000 | loss 1.341 (bpb 1.935) | grad 0.82 | lr 6.0e-4 | 2.1 ms | 1.95 MB/s | mem 19.0/140 GiB | eta 0m39s"
         );
+        let aux = Some(Aux { jepa: 0.7512, koleo: 1.5 });
+        let with = StepLine { aux, ..line.clone() }.render();
+        assert!(with.contains("(bpb 1.935) | jepa 0.751 koleo 1.500 | grad 0.82"), "{with}");
         let slow = StepLine { held_out_bpb: Some(1.9), step_time: Duration::from_millis(300), memory: None, ..line };
         assert!(slow.render().contains("| 300.0 ms | 13.65 kB/s | held-out 1.900 | eta 1h34m"), "{}", slow.render());
         assert_eq!(minutes(3599.0), "59m59s");

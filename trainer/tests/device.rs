@@ -71,6 +71,9 @@ fn what_has_no_kernels_is_refused_before_the_run_starts() {
     // The gates have kernels in all their options.
     let gates = ["--set", "model.gate=softplus", "--set", "model.beta_scale=2", "--stop-at-step", "1", "--unverified"];
     Place::new().run(&train("gates", &gates)).expect(0, &[]);
+    let refused = Place::new().run(&train("jepa", &["--set", "jepa.mode=shared"]));
+    let stems = "lavapipe f32 has no kernels of mask_vector, layer_norm, jepa, koleo, ema; give --backend cpu";
+    refused.expect(1, &["jepa.mode is not off", stems]);
 }
 
 #[test]

@@ -126,13 +126,15 @@ fn exact(config: &Config) -> Config {
 
 /// A batch of letters.
 pub(crate) fn letters(config: &Config, step: u64) -> Batch {
+    use crate::data::step_mask;
     use rand::RngExt;
     let (rows, len) = (config.train.batch_rows, config.data.seq_bytes);
     let bytes = (0..rows).flat_map(|row| {
         let mut rng = stream(9, Purpose::Test, step, row as u64);
         (0..=len).map(move |_| rng.random_range(97..123u8))
     });
-    Batch { step, rows, len, bytes: bytes.collect(), keys: None }
+    let mask = config.jepa.on().then(|| step_mask(config.seed, step, rows, len));
+    Batch { step, rows, len, bytes: bytes.collect(), keys: None, mask }
 }
 
 /// A check by its name.

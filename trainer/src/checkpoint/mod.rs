@@ -1,9 +1,10 @@
 //! Checkpoints: a stop at any instant costs at most the steps since the last one.
 //!
-//! A checkpoint is a folder `step_000200` with `weights.safetensors`, `optimizer.safetensors`, `config.toml` and
-//! `manifest.json`, and with a memory on the host `engram.table`, which carries the step it belongs to. It is written as `step_000200.tmp`, the manifest last, every file and the folder synced, then renamed, then
-//! the parent is synced; so a folder without `.tmp` is complete unless the disk lost bytes, and sizes and checksums in the
-//! manifest say whether it did. [`newest_good`] believes nothing else.
+//! A checkpoint is a folder `step_000200` with `weights.safetensors`, `optimizer.safetensors`, `config.toml`,
+//! `manifest.json`, where a teacher follows the model `teacher.safetensors`, and with a memory on the host `engram.table`,
+//! which carries the step it belongs to. It is written as `step_000200.tmp`, the manifest last, every file and the folder
+//! synced, then renamed, then the parent is synced; so a folder without `.tmp` is complete unless the disk lost bytes, and
+//! sizes and checksums in the manifest say whether it did. [`newest_good`] believes nothing else.
 
 mod disk;
 mod state;
@@ -27,6 +28,8 @@ pub const FORMAT: u32 = 1;
 
 const WEIGHTS: &str = "weights.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
+/// Only where there is a teacher; the manifest says so.
+const TEACHER: &str = "teacher.safetensors";
 const CONFIG: &str = "config.toml";
 /// The n-gram table of a run that has it in host memory.
 const TABLE: &str = "engram.table";
@@ -145,11 +148,14 @@ pub fn save(parent: &Path, state: &State, facts: &Facts) -> Result<PathBuf, Chec
 
 /// Writes the files of a checkpoint into `folder`, the manifest last, all synced.
 pub fn write_folder(folder: &Path, state: &State, facts: &Facts) -> Result<(), CheckpointError> {
-    let files = [
+    let mut files = vec![
         (WEIGHTS, state::to_safetensors(&state.weights)),
         (OPTIMIZER, state::to_safetensors(&state.optimizer)),
         (CONFIG, facts.config_toml.clone().into_bytes()),
     ];
+    if !state.teacher.is_empty() {
+        files.push((TEACHER, state::to_safetensors(&state.teacher)));
+    }
     let needed = files.iter().map(|(_, bytes)| bytes.len() as u64).sum::<u64>();
     let needed = needed + state.table.as_ref().map_or(0, |table| table.file_bytes());
     disk::create_folder(folder)?;
@@ -206,7 +212,8 @@ fn read_checked(folder: &Path) -> Result<(Manifest, BTreeMap<String, Vec<u8>>), 
     let damaged = |problem: String| CheckpointError::Damaged { path: folder.to_owned(), problem };
     let manifest = read_manifest(folder)?;
     let mut contents = BTreeMap::new();
-    for name in [WEIGHTS, OPTIMIZER, CONFIG] {
+    let teacher = manifest.files.contains_key(TEACHER).then_some(TEACHER);
+    for name in [WEIGHTS, OPTIMIZER, CONFIG].into_iter().chain(teacher) {
         let entry = manifest.files.get(name).ok_or_else(|| damaged(format!("{MANIFEST} does not list {name}")))?;
         let path = folder.join(name);
         let bytes = disk::read(&path).map_err(|error| damaged(error.to_string()))?;
@@ -256,18 +263,19 @@ pub struct Loaded {
 pub fn load(folder: &Path) -> Result<Loaded, CheckpointError> {
     let damaged = |problem: String| CheckpointError::Damaged { path: folder.to_owned(), problem };
     let (manifest, contents) = read_checked(folder)?;
-    let state = State {
-        weights: state::from_safetensors(&contents[WEIGHTS]).map_err(|e| damaged(format!("{WEIGHTS}: {e}")))?,
-        optimizer: state::from_safetensors(&contents[OPTIMIZER]).map_err(|e| damaged(format!("{OPTIMIZER}: {e}")))?,
-        table: match manifest.files.contains_key(TABLE) {
-            true => {
-                let table = HostTable::open(&folder.join(TABLE), manifest.next_step).map_err(table_error)?;
-                Some(Arc::new(table))
-            }
-            false => None,
-        },
-        updates: manifest.updates,
+    let tensors = |name: &str| match contents.get(name) {
+        Some(bytes) => state::from_safetensors(bytes).map_err(|error| damaged(format!("{name}: {error}"))),
+        None => Ok(BTreeMap::new()),
     };
+    let (weights, optimizer, teacher) = (tensors(WEIGHTS)?, tensors(OPTIMIZER)?, tensors(TEACHER)?);
+    let table = match manifest.files.contains_key(TABLE) {
+        true => {
+            let table = HostTable::open(&folder.join(TABLE), manifest.next_step).map_err(table_error)?;
+            Some(Arc::new(table))
+        }
+        false => None,
+    };
+    let state = State { weights, optimizer, teacher, table, updates: manifest.updates };
     let config_toml = String::from_utf8(contents[CONFIG].clone()).map_err(|e| damaged(format!("{CONFIG}: {e}")))?;
     Ok(Loaded { manifest, state, config_toml })
 }

@@ -17,6 +17,8 @@ pub struct State {
     pub optimizer: BTreeMap<String, Tensor>,
     /// The n-gram table of a run that has it in host memory, with its moments and counts.
     pub table: Option<Arc<HostTable>>,
+    /// A teacher's parameters, where one follows the model.
+    pub teacher: BTreeMap<String, Tensor>,
     /// Steps whose update was applied.
     pub updates: u64,
 }
@@ -49,7 +51,7 @@ impl State {
             TensorData::F32(values) => values.iter().any(|value| !value.is_finite()),
             TensorData::U32(_) => false,
         };
-        let tensors = self.weights.iter().chain(&self.optimizer);
+        let tensors = self.weights.iter().chain(&self.optimizer).chain(&self.teacher);
         let found = tensors.into_iter().find(|(_, tensor)| broken(tensor)).map(|(name, _)| name.as_str());
         let table = || {
             let buffers = self.table.iter().flat_map(|table| table.buffers()).zip(HOST_BUFFERS);

@@ -4,12 +4,14 @@
 //! is printed and stored with the run, and is what a resumed run is compared with. Unknown keys are errors.
 
 mod diff;
+mod jepa;
 mod options;
 mod presets;
 mod resolve;
 mod run;
 
 pub use diff::{Change, changes, check_changes, flatten};
+pub use jepa::{JepaConfig, JepaMode};
 pub use options::{Engram, Format, Gate};
 pub use presets::{PRESETS, preset};
 pub use resolve::{Sources, resolve};
@@ -64,6 +66,9 @@ pub struct Config {
     pub train: TrainConfig,
     /// The update rule.
     pub optimizer: OptimizerConfig,
+    /// The JEPA objective; runs from before this section existed had none.
+    #[serde(default)]
+    pub jepa: JepaConfig,
     /// What is reported, and when.
     pub log: LogConfig,
     /// What is saved, and when.
@@ -380,6 +385,7 @@ impl Config {
         }
         self.run.validate()?;
         options::validate(&self.model)?;
+        self.jepa.validate()?;
         if self.log.prompts.iter().any(String::is_empty) {
             return Err(invalid("log.prompts", "holds an empty prompt".into(), "give each prompt a byte or more"));
         }

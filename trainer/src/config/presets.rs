@@ -2,8 +2,8 @@
 
 use super::options::{beta_scale, engram_rows, engram_width};
 use super::{
-    Backend, CheckpointConfig, Config, ConfigError, DataConfig, Engram, Format, Gate, LogConfig, ModelConfig,
-    OptimizerConfig, Rule, RunConfig, TrainConfig, muon_iterations, muon_lr, muon_momentum,
+    Backend, CheckpointConfig, Config, ConfigError, DataConfig, Engram, Format, Gate, JepaConfig, JepaMode, LogConfig,
+    ModelConfig, OptimizerConfig, Rule, RunConfig, TrainConfig, muon_iterations, muon_lr, muon_momentum,
 };
 
 /// Names of the presets, the default first.
@@ -61,6 +61,8 @@ fn nano() -> Config {
             muon_momentum: muon_momentum(),
             muon_iterations: muon_iterations(),
         },
+        // Off until devices have kernels of it (docs/adr/0021).
+        jepa: JepaConfig::default(),
         log: LogConfig {
             every_steps: 10,
             eval_every_steps: 150,
@@ -118,6 +120,7 @@ fn small() -> Config {
         data: DataConfig { seq_bytes: 512, ..nano.data },
         train: TrainConfig { total_steps: 20_000, batch_rows: 8, ..nano.train },
         optimizer: OptimizerConfig { rule: Rule::Muon, lr: 1e-3, ..nano.optimizer },
+        jepa: JepaConfig { mode: JepaMode::Shared, ..nano.jepa },
         log: LogConfig { eval_every_steps: 500, ..nano.log },
         checkpoint: CheckpointConfig { every_steps: 500, ..nano.checkpoint },
         ..nano

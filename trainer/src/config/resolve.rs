@@ -50,7 +50,7 @@ pub fn resolve(sources: &Sources) -> Result<Config, ConfigError> {
     })?;
     // The preset's name stands for the values a run started from; only --preset and the file's own `preset` choose it.
     config.preset = name;
-    for path in [&mut config.data.path, &mut config.data.eval_path] {
+    for path in [&mut config.data.path, &mut config.data.eval_path, &mut config.jepa.targets] {
         // An empty path is how a file or --set says "none".
         *path = path.take().filter(|path| !path.as_os_str().is_empty());
     }
@@ -107,6 +107,7 @@ fn schema() -> Table {
     let mut config = preset(PRESETS[0]).expect("the default preset exists");
     config.data.path = Some(PathBuf::from("path"));
     config.data.eval_path = Some(PathBuf::from("path"));
+    config.jepa.targets = Some(PathBuf::from("path"));
     to_table(&config)
 }
 

@@ -4,7 +4,9 @@ use std::io::Write;
 
 use toml::Value;
 
-use super::{Config, ConfigError, Engram, PRESETS, Rule, Sources, changes, check_changes, preset, resolve};
+use super::{
+    Config, ConfigError, Engram, JepaConfig, JepaMode, PRESETS, Rule, Sources, changes, check_changes, preset, resolve,
+};
 
 fn with_file(text: &str, sources: Sources) -> Result<Config, ConfigError> {
     let mut file = tempfile::Builder::new().prefix("run").suffix(".toml").tempfile().unwrap();
@@ -110,6 +112,15 @@ fn values_that_cannot_work_are_refused_with_their_key() {
         ("model.engram=gpu", "unknown variant `gpu`, expected one of `off`, `device`, `host`"),
         ("model.format=int8", "unknown variant `int8`, expected one of `f32`, `bf16`, `f16`, `fp8`, `ternary`"),
         ("model.gate=hard", "unknown variant `hard`, expected `bounded` or `softplus`"),
+        ("jepa.weight=0", "`jepa.weight` is 0"),
+        ("jepa.weight=-0.1", "`jepa.weight` is -0.1"),
+        ("jepa.weight=1e300", "`jepa.weight` is 1"),
+        ("jepa.weight=nan", "`jepa.weight` is NaN"),
+        ("jepa.momentum=1.5", "`jepa.momentum` is 1.5; give a number from 0 to 1"),
+        ("jepa.momentum=nan", "`jepa.momentum` is NaN"),
+        ("jepa.targets=some", "`jepa.targets` is `some`, and jepa.mode is off"),
+        ("jepa.mode=both", "unknown variant `both`"),
+        ("jepa.wieght=1", "nearest is `jepa.weight`"),
     ];
     for (argument, expected) in cases {
         let error = with_set(argument).unwrap_err().to_string();
@@ -151,7 +162,7 @@ fn a_resumed_run_shows_what_changed_and_refuses_other_mathematics() {
 }
 
 #[test]
-fn the_presets_have_the_memory_of_the_specification() {
+fn the_presets_have_the_memory_and_the_objective_of_the_specification() {
     let memory = |name: &str| {
         let config = preset(name).unwrap();
         (config.model.engram, config.model.engram_rows, config.model.engram_width, config.optimizer.rule)
@@ -162,6 +173,9 @@ fn the_presets_have_the_memory_of_the_specification() {
     assert_eq!(memory("base"), (Engram::Device, 32_768, 32, Rule::Muon));
     let batch = |name: &str| preset(name).map(|c| (c.train.batch_rows, c.data.seq_bytes)).unwrap();
     assert_eq!((batch("small"), batch("base")), ((8, 512), (8, 1024)));
+    let jepa = |name: &str| preset(name).map(|config| config.jepa.mode).unwrap();
+    assert_eq!(["tiny", "nano", "small", "base"].map(jepa)[..2], [JepaMode::Off; 2]);
+    assert_eq!(["small", "base"].map(jepa), [JepaMode::Shared; 2]);
 }
 
 /// A configuration from before there were options of the model had none of them.
@@ -193,4 +207,25 @@ fn options_of_the_model_are_set_by_their_keys_and_refused_at_resume() {
         assert!(error.contains(&format!("--allow-change {key}")), "{argument}: {error}");
         assert!(check_changes(&then, &now, &[key.to_owned()]).unwrap().is_some());
     }
+}
+
+#[test]
+fn presets_and_configurations_from_before_have_no_jepa_and_switching_it_on_is_other_mathematics() {
+    let config = preset("tiny").unwrap();
+    assert!(!config.jepa.on());
+    let text = config.to_toml();
+    let (start, rest) = text.split_once("[jepa]").unwrap();
+    let end = &rest[rest.find("\n[").unwrap()..];
+    let before = Config::from_toml(&format!("{start}{end}"), "x".as_ref()).unwrap();
+    assert_eq!(before, config);
+    let mut on = config.clone();
+    on.jepa = JepaConfig { mode: JepaMode::Separate, targets: Some("file".into()), ..on.jepa };
+    assert_eq!(Config::from_toml(&on.to_toml(), "x".as_ref()).unwrap(), on);
+    assert_eq!((on.jepa.weight, on.jepa.momentum), (0.05, 0.999));
+    let keys: Vec<String> = changes(&config, &on).into_iter().filter(|c| c.mathematics).map(|c| c.key).collect();
+    assert_eq!(keys, ["jepa.mode", "jepa.targets"]);
+    assert!(check_changes(&config, &on, &[]).unwrap_err().to_string().contains("--allow-change jepa.mode"));
+    let set = ["jepa.mode=shared", "jepa.targets=file"].map(str::to_owned).to_vec();
+    let set = resolve(&Sources { set, ..Sources::default() }).unwrap();
+    assert_eq!(set.jepa.targets(), Some("file".as_ref()));
 }

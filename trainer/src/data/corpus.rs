@@ -265,6 +265,11 @@ impl Manifest {
 
     /// BLAKE3 over the contents' hashes and lengths, hexadecimal. Paths are left out: moved data is the same data.
     pub fn hash(&self) -> String {
+        self.digest().to_hex().to_string()
+    }
+
+    /// [`Manifest::hash`] as it is computed.
+    pub fn digest(&self) -> blake3::Hash {
         let mut hasher = blake3::Hasher::new();
         for (name, files) in [("train", &self.train), ("eval", &self.eval)] {
             hasher.update(name.as_bytes());
@@ -273,7 +278,7 @@ impl Manifest {
                 hasher.update(file.blake3.as_bytes());
             }
         }
-        hasher.finalize().to_hex().to_string()
+        hasher.finalize()
     }
 }
 

@@ -3,7 +3,7 @@
 use dormouse_reference::engram_hash;
 use ndarray::{ArrayView2, Axis};
 
-use crate::config::{Config, Engram};
+use crate::config::{Config, Engram, JepaMode};
 
 /// The table's rows of a batch, and their order for the adjoint and the optimiser.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -37,24 +37,48 @@ pub struct KeyPlan {
     pub table_rows: usize,
     /// Parts that a step's rows are computed in, one after the other.
     pub parts: usize,
+    /// With an objective on masked bytes there are two sets of keys: of what the student sees, and of the bytes.
+    pub jepa: JepaMode,
 }
 
 impl KeyPlan {
     /// The plan of a configuration; none without a memory.
     pub fn of(config: &Config) -> Option<KeyPlan> {
         let on = config.model.engram != Engram::Off;
-        on.then_some(KeyPlan { table_rows: config.model.engram_rows, parts: config.train.accumulate })
+        on.then_some(KeyPlan {
+            table_rows: config.model.engram_rows,
+            parts: config.train.accumulate,
+            jepa: config.jepa.mode,
+        })
     }
 
-    /// The keys of a batch's bytes, `[b, t]`.
+    /// Sets of keys that a batch has.
+    pub fn sets(&self) -> usize {
+        if self.jepa == JepaMode::Off { 1 } else { 2 }
+    }
+
+    /// Sets whose rows get a gradient, the first ones: the bytes themselves only where the student reads them, too.
+    pub fn touched(&self) -> usize {
+        if self.jepa == JepaMode::Separate { 2 } else { 1 }
+    }
+
+    /// The keys of a batch's bytes, `[b, t]`, and of what is left of them under `mask`, which goes with an objective.
     ///
     /// # Panics
-    /// If the parts do not divide the rows: the configuration was checked.
+    /// If the parts do not divide the rows, since the configuration was checked; if a mask is there without an objective, or
+    /// missing with one.
     pub fn keys(&self, ids: ArrayView2<'_, u8>, mask: Option<ArrayView2<'_, bool>>) -> BatchKeys {
-        let Keys { rows, order } = Keys::new(ids, mask, self.table_rows);
         assert!(ids.nrows().is_multiple_of(self.parts), "{} parts of {} rows", self.parts, ids.nrows());
-        let part_len = rows.len() / self.parts;
+        assert_eq!(mask.is_some(), self.jepa != JepaMode::Off, "a mask goes with an objective");
+        let first = Keys::new(ids, mask, self.table_rows);
+        let touched_by_first = first.order;
+        let mut rows = first.rows;
+        if mask.is_some() {
+            rows.extend(Keys::new(ids, None, self.table_rows).rows);
+        }
+        let part_len = rows.len() / (self.sets() * self.parts);
         let parts = rows.chunks(part_len.max(1)).flat_map(engram_hash::order).collect();
+        let order = if self.touched() == 1 { touched_by_first } else { engram_hash::order(&rows) };
         BatchKeys { rows, order, parts }
     }
 }
@@ -64,11 +88,11 @@ impl KeyPlan {
 /// Every position has three rows, those at the start of a row with their shorter keys too, so there is nothing to pad.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BatchKeys {
-    /// `[b, t, 3]`, row-major: one row of the table for each order.
+    /// `[sets, b, t, 3]`, row-major: one row of the table for each order.
     pub rows: Vec<u32>,
-    /// `[b t 3]`: the places of `rows` sorted by row, for the optimiser, which moves a row once a step.
+    /// The places of those sets of `rows` that get a gradient sorted by row, for the optimiser, which moves a row once a step.
     pub order: Vec<u32>,
-    /// `[b t 3]`: part after part, the places of the part's own rows sorted by row, for its backward pass.
+    /// `[sets b t 3]`: part after part, the places of the part's own rows sorted by row, for its backward pass.
     pub parts: Vec<u32>,
 }
 
@@ -117,7 +141,7 @@ mod tests {
     fn every_part_of_a_batch_has_the_keys_it_would_have_alone() {
         let ids = Array2::from_shape_fn((6, 9), |(b, t)| ((b * 71 + t * 29) % 7) as u8);
         for parts in [1, 2, 3, 6] {
-            let keys = KeyPlan { table_rows: 50, parts }.keys(ids.view(), None);
+            let keys = KeyPlan { table_rows: 50, parts, jepa: JepaMode::Off }.keys(ids.view(), None);
             let whole = Keys::new(ids.view(), None, 50);
             assert_eq!((&keys.rows, &keys.order), (&whole.rows, &whole.order));
             let len = keys.rows.len() / parts;
@@ -126,6 +150,21 @@ mod tests {
                 assert_eq!(keys.rows[part * len..][..len], alone.rows);
                 assert_eq!(keys.parts[part * len..][..len], alone.order);
             }
+        }
+    }
+
+    /// The student's keys know nothing of a masked byte, the teacher's know all, and only what the student reads moves.
+    #[test]
+    fn masked_and_plain_keys_lie_side_by_side() {
+        let ids = Array2::from_shape_fn((4, 9), |(b, t)| ((b * 71 + t * 29) % 7) as u8);
+        let mask = Array2::from_shape_fn((4, 9), |(b, t)| (b + t) % 4 == 0);
+        let (student, plain) = (Keys::new(ids.view(), Some(mask.view()), 50), Keys::new(ids.view(), None, 50));
+        for (jepa, touched) in [(JepaMode::Shared, 1), (JepaMode::Separate, 2)] {
+            let keys = KeyPlan { table_rows: 50, parts: 2, jepa }.keys(ids.view(), Some(mask.view()));
+            assert_eq!(keys.rows, [&student.rows[..], &plain.rows].concat());
+            assert_eq!(keys.order, engram_hash::order(&keys.rows[..touched * student.rows.len()]));
+            let last = Keys::new(ids.slice(ndarray::s![2.., ..]), None, 50);
+            assert_eq!(keys.parts[keys.parts.len() - last.order.len()..], last.order);
         }
     }
 }

@@ -14,7 +14,7 @@ mod windows;
 pub use corpus::{Corpus, Manifest, ManifestFile, SHIPPED_TEXT_NAME};
 pub use keys::{BatchKeys, KeyPlan, Keys};
 pub use prefetch::Prefetch;
-pub use spans::{FIRST_START, MASKED_SHARE, SPAN_BYTES, span_mask, start_probability};
+pub use spans::{FIRST_START, MASKED_SHARE, SPAN_BYTES, span_mask, start_probability, step_mask};
 pub use split::{Segment, block_len, held_out_blocks, split};
 pub use windows::{EvalWindows, TrainWindows, Window, permute};
 
@@ -23,7 +23,7 @@ use std::sync::Arc;
 
 use ndarray::{Array2, ArrayView2};
 
-use crate::config::Config;
+use crate::config::{Config, JepaMode};
 
 /// What is wrong with the data. Every one of these ends the process with exit code 4.
 #[derive(Debug, thiserror::Error)]
@@ -62,6 +62,9 @@ pub struct Batch {
     pub bytes: Vec<u8>,
     /// The n-gram keys of the bytes, where the data worker made them; whoever needs them and finds none makes them.
     pub keys: Option<BatchKeys>,
+    /// `[b, t]`, true where the student does not see the byte; absent where the run has no student and teacher.
+    /// The student's n-gram keys have symbol 256 there, the teacher's keys the bytes.
+    pub mask: Option<Vec<bool>>,
 }
 
 impl Batch {
@@ -79,11 +82,24 @@ impl Batch {
         self.grid().slice(ndarray::s![.., 1..]).to_owned()
     }
 
-    /// The batch with the keys of a plan.
+    /// The batch with the keys of a plan. Keys that cannot be made are left to whoever needs them, who says why.
     #[must_use]
     pub fn with_keys(mut self, plan: Option<KeyPlan>) -> Batch {
-        self.keys = plan.map(|plan| plan.keys(self.ids().view(), None));
+        self.keys = plan.and_then(|plan| self.keys_of(plan).ok());
         self
+    }
+
+    /// The keys of the batch's bytes.
+    ///
+    /// # Errors
+    /// The plan is for an objective, and the batch has no mask of its positions.
+    pub fn keys_of(&self, plan: KeyPlan) -> anyhow::Result<BatchKeys> {
+        let mask = match (plan.jepa, &self.mask) {
+            (JepaMode::Off, _) => None,
+            (_, Some(mask)) => Some(ArrayView2::from_shape((self.rows, self.len), mask)?),
+            (mode, None) => anyhow::bail!("step {}: the batch has no mask, and jepa.mode is {}", self.step, mode.word()),
+        };
+        Ok(plan.keys(self.ids().view(), mask))
     }
 }
 
@@ -123,7 +139,8 @@ impl Data {
             Some(eval) => (vec![Segment { start: 0, end: corpus.len() }], vec![Segment { start: 0, end: eval.len() }]),
             None => split(corpus.len()),
         };
-        let train = TrainWindows::new(train_segments, config.data.seq_bytes as u64, config.seed);
+        let train =
+            TrainWindows::new(train_segments, config.data.seq_bytes as u64, config.seed).with_masks(config.jepa.on());
         if train.windows_per_epoch() == 0 {
             return Err(DataError::TooSmall {
                 path: corpus.name(),
@@ -197,7 +214,7 @@ pub(crate) fn read_batch(corpus: &Corpus, train: &TrainWindows, step: u64, rows:
         let window = train.row(step, row, rows as u64);
         bytes.extend(corpus.read(window.start, window.len)?);
     }
-    Ok(Batch { step, rows, len, bytes, keys: None })
+    Ok(Batch { step, rows, len, bytes, keys: None, mask: train.mask(step, rows) })
 }
 
 #[cfg(test)]

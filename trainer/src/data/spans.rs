@@ -37,6 +37,11 @@ pub fn span_mask(seed: u64, step: u64, row: u64, len: usize) -> Vec<bool> {
     mask
 }
 
+/// The masks of all rows of step `step`, row after row: `rows * len` positions.
+pub fn step_mask(seed: u64, step: u64, rows: usize, len: usize) -> Vec<bool> {
+    (0..rows as u64).flat_map(|row| span_mask(seed, step, row, len)).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -4,9 +4,9 @@ use std::collections::HashSet;
 
 use super::{
     Corpus, Data, DataError, EvalWindows, KeyPlan, Manifest, Prefetch, Segment, TrainWindows, block_len,
-    held_out_blocks, permute, split,
+    held_out_blocks, permute, span_mask, split,
 };
-use crate::config::{Config, preset};
+use crate::config::{Config, JepaMode, preset};
 
 fn config() -> Config {
     preset("tiny").unwrap()
@@ -251,7 +251,7 @@ fn the_worker_gives_the_same_batches_and_passes_errors_on() {
     let mut one = start(5..8, true);
     assert_eq!(one.next_batch().unwrap().bytes, data.batch(0, 4).unwrap().bytes);
     assert_eq!(one.next_batch().unwrap().step, 6);
-    let plan = Some(KeyPlan { table_rows: 100, parts: 2 });
+    let plan = Some(KeyPlan { table_rows: 100, parts: 2, jepa: JepaMode::Off });
     let keyed = Prefetch::start(data.corpus.clone(), data.train.clone(), 4, 5..6, false, plan).unwrap().next_batch();
     assert_eq!(keyed.unwrap(), data.batch(5, 4).unwrap().with_keys(plan));
     // Dropped with batches unread, the worker ends.
@@ -276,4 +276,29 @@ fn a_file_that_shrinks_is_named_with_what_is_left() {
     std::fs::write(&path, [7; 90]).unwrap();
     let error = corpus.read(60, 40).unwrap_err().to_string();
     assert!(error.contains("expected 100 bytes, got an end before byte 100"), "{error}");
+}
+
+#[test]
+fn a_batch_has_the_masks_of_its_seed_step_and_rows_and_of_nothing_else() {
+    let mut config = config();
+    assert!(Data::open(&config).unwrap().batch(3, 2).unwrap().mask.is_none());
+    for mode in [JepaMode::Shared, JepaMode::Separate] {
+        config.jepa.mode = mode;
+        let data = Data::open(&config).unwrap();
+        let len = config.data.seq_bytes;
+        let mask = data.batch(3, 2).unwrap().mask.unwrap();
+        assert_eq!(mask, [span_mask(config.seed, 3, 0, len), span_mask(config.seed, 3, 1, len)].concat());
+        // More rows, other data: the masks that were there stay.
+        assert_eq!(data.batch(3, 4).unwrap().mask.unwrap()[..2 * len], mask);
+        let other = Corpus::from_bytes("other", varied(300_000));
+        assert_eq!(Data::new(&config, other, None).unwrap().batch(3, 2).unwrap().mask.unwrap(), mask);
+        assert_ne!(data.batch(4, 2).unwrap().mask.unwrap(), mask);
+        let seeded = Config { seed: 1, ..config.clone() };
+        assert_ne!(Data::open(&seeded).unwrap().batch(3, 2).unwrap().mask.unwrap(), mask);
+        // The worker hands over the same, and with one batch the mask is that batch's.
+        let mut worker = Prefetch::start(data.corpus.clone(), data.train.clone(), 2, 3..5, false, None).unwrap();
+        assert_eq!(worker.next_batch().unwrap().mask, Some(mask.clone()));
+        let mut worker = Prefetch::start(data.corpus.clone(), data.train.clone(), 2, 3..5, true, None).unwrap();
+        assert_eq!(worker.next_batch().unwrap().mask, data.batch(0, 2).unwrap().mask);
+    }
 }

@@ -2,6 +2,7 @@
 
 use rand::Rng;
 
+use super::spans::step_mask;
 use super::split::Segment;
 use crate::rng::{Purpose, stream};
 
@@ -26,6 +27,7 @@ pub struct TrainWindows {
     first: Vec<u64>,
     len: u64,
     seed: u64,
+    masked: bool,
 }
 
 impl TrainWindows {
@@ -37,7 +39,18 @@ impl TrainWindows {
             total += windows_in(segment, len);
             first.push(total);
         }
-        TrainWindows { segments, first, len, seed }
+        TrainWindows { segments, first, len, seed, masked: false }
+    }
+
+    /// The same windows, with spans that a student does not see.
+    #[must_use]
+    pub fn with_masks(self, masked: bool) -> TrainWindows {
+        TrainWindows { masked, ..self }
+    }
+
+    /// True where a position of step `step` is masked, `rows * t` of them; nothing where the windows have no masks.
+    pub fn mask(&self, step: u64, rows: usize) -> Option<Vec<bool>> {
+        self.masked.then(|| step_mask(self.seed, step, rows, self.len as usize))
     }
 
     /// Windows in an epoch.

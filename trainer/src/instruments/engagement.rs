@@ -72,6 +72,19 @@ pub struct Engagement {
     pub captures: u64,
     /// Different steps that were run; each may be captured once.
     pub variants: u64,
+    /// The JEPA objective, where the run has it.
+    pub jepa: Option<Objective>,
+}
+
+/// Whose latents the steps of a run with the JEPA objective had.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Objective {
+    /// Steps whose student was given masked bytes.
+    pub student: u64,
+    /// Steps in which a teacher ran.
+    pub teacher: u64,
+    /// Steps for which latents were read from a file.
+    pub targets: u64,
 }
 
 impl Engagement {
@@ -94,7 +107,14 @@ impl Engagement {
                 by_arm[usize::from(arm == Arm::Fused)] += count;
             }
         }
-        Self { rows: rows.into_values().collect(), captures, variants: asked.variants.len() as u64 }
+        let variants = asked.variants.len() as u64;
+        Self { rows: rows.into_values().collect(), captures, variants, jepa: None }
+    }
+
+    /// The account of a run with the JEPA objective.
+    #[must_use]
+    pub fn with_jepa(self, jepa: Option<Objective>) -> Self {
+        Self { jepa, ..self }
     }
 
     /// What is wrong, one sentence each; empty where all is well.
@@ -125,6 +145,14 @@ impl Engagement {
                 }
             }
         }
+        if let Some(Objective { student, teacher, targets }) = self.jepa
+            && student != teacher + targets
+        {
+            problems.push(format!(
+                "jepa: {student} steps had a student, {teacher} a teacher and {targets} targets from a file: each \
+                 student needs one of the two"
+            ));
+        }
         if self.captures > self.variants {
             problems.push(format!(
                 "{} graphs were captured for {} different steps: a step's key does not say all that it depends on",
@@ -145,7 +173,7 @@ impl Engagement {
         let total = |grad: bool, of: fn(&Row) -> u64| self.rows.iter().filter(|r| r.grad == grad).map(of).sum::<u64>();
         format!(
             "{} operations, {fused} fused; grad asked {} forward {} backward {}; nograd asked {} forward {}; kda={} \
-             retract={}/{} captures={} of {} variants",
+             jepa={} retract={}/{} captures={} of {} variants",
             stems.len(),
             total(true, |row| row.asked.forward),
             total(true, |row| row.forward[0] + row.forward[1]),
@@ -153,6 +181,9 @@ impl Engagement {
             total(false, |row| row.asked.forward),
             total(false, |row| row.forward[0] + row.forward[1]),
             arm_of("kda"),
+            self.jepa.map_or("off".to_owned(), |Objective { student, teacher, targets }| {
+                format!("{student}/{teacher}/{targets}")
+            }),
             if stems.contains("retract_all") { "batched" } else { "single" },
             arm_of(if stems.contains("retract_all") { "retract_all" } else { "retract" }),
             self.captures,
@@ -173,7 +204,11 @@ impl Engagement {
                 "backward": arms(&row.backward),
             })
         });
-        json!({"operations": rows.collect::<Vec<_>>(), "captures": self.captures, "variants": self.variants})
+        let jepa = self.jepa.map(|Objective { student, teacher, targets }| {
+            json!({"student": student, "teacher": teacher, "targets": targets})
+        });
+        let operations: Vec<Value> = rows.collect();
+        json!({"operations": operations, "captures": self.captures, "variants": self.variants, "jepa": jepa})
     }
 }
 
@@ -189,7 +224,7 @@ mod tests {
     use dormouse_cuda::{Arm, Ledger, Pass};
     use dormouse_reference::StepKey;
 
-    use super::{Ask, Asked, Engagement};
+    use super::{Ask, Asked, Engagement, Objective};
 
     const TRAIN: StepKey = StepKey { purpose: "train", variant: 1 };
     const EVAL: StepKey = StepKey { purpose: "eval", variant: 2 };
@@ -228,6 +263,21 @@ mod tests {
         assert!(line.contains("1 operations, 1 fused; grad asked 20 forward 20 backward 20"), "{line}");
         assert!(line.contains("nograd asked 6 forward 6; kda=fused") && line.contains("captures=2 of 2"), "{line}");
         assert_eq!(account.json()["operations"][1]["forward"]["fused"], 20);
+    }
+
+    #[test]
+    fn a_student_without_a_teacher_and_without_targets_is_ill() {
+        let healthy = account(&HEALTHY, &SCORED, 2);
+        assert!(healthy.line().contains(" jepa=off "), "{}", healthy.line());
+        let with = |student, teacher, targets| {
+            account(&HEALTHY, &SCORED, 2).with_jepa(Some(Objective { student, teacher, targets }))
+        };
+        let account = with(10, 7, 3);
+        assert_eq!(account.problems(), Vec::<String>::new());
+        assert!(account.line().contains(" jepa=10/7/3 "), "{}", account.line());
+        assert_eq!(account.json()["jepa"]["teacher"], 7);
+        let problems = with(10, 9, 0).problems();
+        assert!(problems[0].starts_with("jepa: 10 steps had a student, 9 a teacher and 0 targets"), "{problems:?}");
     }
 
     /// A run that asks for the retraction of all factors at once and gets it factor by factor is ill.

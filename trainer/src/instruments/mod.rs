@@ -13,7 +13,7 @@ use dormouse_cuda::runtime::Activity;
 use dormouse_cuda::{Arm, Gpu, Ledger, Price, Site, catalogue};
 use dormouse_reference::{Precision, Reference, Result, Scalar};
 
-pub use engagement::{Ask, Asked, Engagement, Row};
+pub use engagement::{Ask, Asked, Engagement, Objective, Row};
 
 /// Counts by stage and kernel.
 pub type Sites = BTreeMap<(&'static str, &'static str), Site>;

@@ -36,18 +36,30 @@ const COUNTS: &str = "engram.counts";
 pub(super) struct MemoryPart<B: Backend> {
     plan: KeyPlan,
     width: usize,
-    /// `[b, t, 3]`: rows of the table, or their ranks among the rows of the batch.
+    /// `[b, t]` of a batch.
+    shape: [usize; 2],
+    /// `[sets 3 b t]`: set after set rows of the table, or their ranks among the rows of the batch.
     rows: B::Tensor,
-    /// `[3 b t]`: for every part its places by row.
+    /// `[sets 3 b t]`: set after set, for every part its places by row.
     parts: B::Tensor,
     place: Place<B>,
+}
+
+/// The rows of a batch that lie in the flat buffer while its table is on the host.
+pub(super) struct Names {
+    /// How many there are; every pass of the step reads some of them.
+    resident: usize,
+    /// Those that get a gradient. A row that the teacher alone has read does not move.
+    moved: Compact,
+    /// Where these are among the resident ones.
+    ranks: Vec<usize>,
 }
 
 /// Where the table lies.
 enum Place<B: Backend> {
     /// In the flat buffer.
     Device {
-        /// `[3 b t]`: the places of the batch by row.
+        /// `[3 b t]`, or twice that: the places by row of all keys that get a gradient.
         order: B::Tensor,
         /// `[3 R]` of `u32`: applied updates of every row.
         counts: B::Tensor,
@@ -86,7 +98,7 @@ pub(super) fn check<B: Backend + Witness>(b: &B, config: &Config) -> Result<()> 
 
 /// Every parameter tensor of a run, a table on the host among them with all its rows.
 pub fn parameters(config: &Config) -> Vec<Parameter> {
-    let table = Table::new(&config.model).grouped(config.optimizer.rule);
+    let table = Table::of(config);
     let all = table.params.iter();
     all.map(|p| Parameter { name: p.name.to_owned(), shape: p.shape.clone(), group: p.group.word().to_owned() })
         .collect()
@@ -94,12 +106,12 @@ pub fn parameters(config: &Config) -> Vec<Parameter> {
 
 /// The parameter table of a run as its flat buffer has it.
 pub fn resident(config: &Config) -> Table {
-    let table = Table::new(&config.model).grouped(config.optimizer.rule);
+    let table = Table::of(config);
     match config.model.engram {
         Engram::Off | Engram::Device => table,
         Engram::Host => {
-            let rows = room(&config.model, config.train.batch_rows * config.data.seq_bytes);
-            table.with_resident_rows(rows)
+            let sets = KeyPlan::of(config).map_or(0, |plan| plan.sets());
+            table.with_resident_rows(room(&config.model, sets * config.train.batch_rows * config.data.seq_bytes))
         }
     }
 }
@@ -122,29 +134,30 @@ impl<B: Backend> MemoryPart<B> {
         let (rows, t) = (config.train.batch_rows, config.data.seq_bytes);
         let ids = |shape: &[usize]| b.persistent(shape, DType::U32);
         let places = ORDERS * rows * t;
+        let (all, touched) = (plan.sets() * places, plan.touched() * places);
         let place = match config.model.engram {
             Engram::Host => {
-                let table = Table::new(&config.model);
-                let row = table.params.iter().position(|p| p.name == MEMORY_TABLE).context("a memory has a table")?;
-                let values = table.initial_of(config.seed, row).into_iter().map(|x| x as f32).collect();
+                let table = Table::of(config).get(MEMORY_TABLE).initial(config.seed);
+                let values = table.into_iter().map(|x| x as f32).collect();
                 Place::Host(Arc::new(HostTable::new(config.model.engram_width, values)))
             }
-            _ => Place::Device { order: ids(&[places])?, counts: ids(&[ORDERS * config.model.engram_rows])? },
+            _ => Place::Device { order: ids(&[touched])?, counts: ids(&[ORDERS * config.model.engram_rows])? },
         };
-        let (rows, parts) = (ids(&[rows, t, ORDERS])?, ids(&[places])?);
-        Ok(Some(Self { plan, width: config.model.engram_width, rows, parts, place }))
+        let (shape, rows, parts) = ([rows, t], ids(&[all])?, ids(&[all])?);
+        Ok(Some(Self { plan, width: config.model.engram_width, shape, rows, parts, place }))
     }
 
     /// Brings the keys of a batch to the device, and with a table on the host its rows; gives their names then.
-    pub fn upload(&self, b: &B, model: &Model<B>, batch: &Batch) -> Result<Option<Compact>> {
+    pub fn upload(&self, b: &B, model: &Model<B>, batch: &Batch) -> Result<Option<Names>> {
         let keys = match &batch.keys {
             Some(keys) => Cow::Borrowed(keys),
-            None => Cow::Owned(self.plan.keys(batch.ids().view(), None)),
+            None => Cow::Owned(batch.keys_of(self.plan)?),
         };
         let places = ORDERS * batch.rows * batch.len;
+        let (all, touched) = (self.plan.sets() * places, self.plan.touched() * places);
         ensure!(
-            [&keys.rows, &keys.order, &keys.parts].iter().all(|ids| ids.len() == places),
-            "step {}: the batch has {} n-gram keys in {} and {} places, expected {places}",
+            [keys.rows.len(), keys.order.len(), keys.parts.len()] == [all, touched, all],
+            "step {}: the batch has {} n-gram keys in {} and {} places, expected {all} in {touched} and {all}",
             batch.step,
             keys.rows.len(),
             keys.order.len(),
@@ -158,22 +171,29 @@ impl<B: Backend> MemoryPart<B> {
                 Ok(None)
             }
             Place::Host(table) => {
-                let names = compact(&keys.rows, &keys.order);
-                upload_ids(b, &names.slots, &self.rows)?;
-                let small = table.gather(&names).mapv(f64::from);
+                let all = compact(&keys.rows, &engram_hash::order(&keys.rows));
+                upload_ids(b, &all.slots, &self.rows)?;
+                let small = table.gather(&all).mapv(f64::from);
                 let into = b.view(&model.params, model.table.get(MEMORY_TABLE).start, small.shape())?;
                 b.upload(small.view().into_dyn(), &into)?;
-                Ok(Some(names))
+                let mut touched: Vec<usize> = all.slots[..touched].iter().map(|&slot| slot as usize).collect();
+                touched.sort_unstable();
+                touched.dedup();
+                let unique = touched.iter().map(|&slot| all.unique[slot]).collect();
+                Ok(Some(Names { resident: all.unique.len(), moved: Compact { unique, slots: Vec::new() }, ranks: touched }))
             }
         }
     }
 
-    /// The keys of one part of the batch: `[part_rows, t, 3]` and their order.
-    pub fn part(&self, b: &B, part: usize) -> dormouse_reference::Result<[B::Tensor; 2]> {
-        let [rows, t, _] = b.shape(&self.rows)[..] else { unreachable!("keys are [b, t, 3]") };
+    /// The keys of one part of the batch: `[part_rows, t, 3]` and their order. `plain` asks for those of the bytes where
+    /// the first set is of masked bytes.
+    pub fn part(&self, b: &B, part: usize, plain: bool) -> dormouse_reference::Result<[B::Tensor; 2]> {
+        let [rows, t] = self.shape;
         let part_rows = rows / self.plan.parts;
         let len = part_rows * t * ORDERS;
-        Ok([b.view(&self.rows, part * len, &[part_rows, t, ORDERS])?, b.view(&self.parts, part * len, &[len])?])
+        let set = if plain { self.plan.sets() - 1 } else { 0 };
+        let start = set * rows * t * ORDERS + part * len;
+        Ok([b.view(&self.rows, start, &[part_rows, t, ORDERS])?, b.view(&self.parts, start, &[len])?])
     }
 
     /// Whether the step itself moves the rows.
@@ -195,7 +215,8 @@ impl<B: Backend> MemoryPart<B> {
         let of = |flat| b.view(flat, param.start, &param.shape);
         let (table, grads, m, v) = (of(&model.params)?, of(&model.grads)?, of(m)?, of(v)?);
         let state = row_adam::State { table: &table, grads: &grads, m: &m, v: &v, counts };
-        let touched = row_adam::Touched { rows: &self.rows, order };
+        let rows = b.view(&self.rows, 0, b.shape(order))?;
+        let touched = row_adam::Touched { rows: &rows, order };
         RowAdam::update(b, config, state, touched, row_adam::Scalars { lr, scale: &seen.scale, apply: &seen.apply })
     }
 
@@ -206,17 +227,17 @@ impl<B: Backend> MemoryPart<B> {
         b: &B,
         config: &row_adam::Config,
         model: &Model<B>,
-        names: &Compact,
+        names: &Names,
         [lr, scale]: [f64; 2],
         apply: bool,
     ) -> Result<()> {
         let Place::Host(table) = &mut self.place else { return Ok(()) };
-        let rows = names.unique.len();
-        let grads = b.view(&model.grads, model.table.get(MEMORY_TABLE).start, &[rows, self.width])?;
-        let grads = b.download(&grads)?.mapv(|x| x as f32).into_shape_with_order((rows, self.width))?;
+        let grads = b.view(&model.grads, model.table.get(MEMORY_TABLE).start, &[names.resident, self.width])?;
+        let grads = b.download(&grads)?.mapv(|x| x as f32).into_shape_with_order((names.resident, self.width))?;
+        let grads = grads.select(Axis(0), &names.ranks);
         // A checkpoint that still holds the table keeps its own copy.
         let table = Arc::make_mut(table);
-        Ok(table.update(config, names, grads.view(), [lr as f32, scale as f32], apply)?)
+        Ok(table.update(config, &names.moved, grads.view(), [lr as f32, scale as f32], apply)?)
     }
 
     /// Adds what a checkpoint holds of the memory beside the flat buffers.
@@ -273,9 +294,9 @@ impl<B: Backend + Witness> ModelLearner<B> {
     }
 
     /// Moves the rows of a table on the host as the step that has just run says: a read of the device.
-    pub(super) fn update_host_table(&mut self, names: &Compact, step: u64, lr: f64) -> Result<()> {
+    pub(super) fn update_host_table(&mut self, names: &Names, step: u64, lr: f64) -> Result<()> {
         let columns = self.b.shape(&self.ring)[1];
-        let losses = self.config.train.accumulate * self.config.model.iterations;
+        let losses = self.config.train.accumulate * self.losses_of_part();
         let row = self.b.view(&self.ring, step as usize % RING_STEPS * columns, &[columns])?;
         let row = self.flat(&row)?;
         let &[_norm, _nonfinite, scale, apply] = &row[losses..losses + RECORD_TAIL] else {
@@ -285,6 +306,11 @@ impl<B: Backend + Witness> ModelLearner<B> {
         let Some(memory) = &mut self.memory else { return Ok(()) };
         memory.update_host(&self.b, &config, &self.model, names, [lr, scale], apply == 1.0)
     }
+}
+
+/// What a model reads with these keys: rows and their order.
+pub(super) fn memory<T>(keys: &Option<[T; 2]>) -> Option<Memory<'_, T>> {
+    keys.as_ref().map(|[rows, order]| Memory { rows, order: Some(order), table: None })
 }
 
 /// A checkpoint's memory on its way in.

@@ -49,7 +49,7 @@ fn forward<B: Backend>(
     b: &B,
     targets: bool,
 ) -> dormouse_reference::Result<model::Forward<B>> {
-    let keys = learner.memory.as_ref().map(|memory| memory.part(b, 0)).transpose()?;
+    let keys = learner.memory.as_ref().map(|memory| memory.part(b, 0, false)).transpose()?;
     let memory = keys.as_ref().map(|[rows, order]| model::Memory { rows, order: Some(order), table: None });
     let denominator = b.shape(&learner.ids).iter().product();
     let targets = targets.then_some(&learner.targets);

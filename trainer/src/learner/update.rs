@@ -65,8 +65,10 @@ impl<B: Backend + Witness> ModelLearner<B> {
             b.stage("retraction");
             self.retract(b, &seen.apply)?;
         }
+        self.follow(b, &seen.apply)?;
         b.stage("reads");
-        let record = [&self.losses, &seen.norm, &seen.nonfinite, &seen.scale, &seen.apply, &self.spreads];
+        let mut record = vec![&self.losses, &seen.norm, &seen.nonfinite, &seen.scale, &seen.apply, &self.spreads];
+        record.extend(self.jepa.as_ref().map(|jepa| &jepa.shares));
         Record::update(b, &record, &self.step, &self.ring)
     }
 
@@ -102,6 +104,9 @@ impl<B: Backend + Witness> ModelLearner<B> {
         }
         if self.memory.as_ref().is_some_and(MemoryPart::moves_on_device) {
             forward.push(("row_adam", 1));
+        }
+        if self.jepa.as_ref().is_some_and(|jepa| !jepa.reads_targets()) {
+            forward.push(("ema", 1));
         }
         if retracts {
             let factors = self.model.table.params.iter().filter(|p| p.retracted).count() as u64;

@@ -26,6 +26,12 @@ pub enum Ablation {
     NanGradient,
     /// The first activation is NaN.
     NanActivation,
+    /// The teacher reads the masked bytes.
+    TeacherSeesMask,
+    /// The distance to the teacher sends a gradient back through the teacher, as if it were the model.
+    TeacherGradient,
+    /// The cross-entropy of masked bytes counts their positions, too.
+    MaskedCrossEntropy,
 }
 
 /// `factor * x`.

@@ -10,7 +10,7 @@ use dormouse_reference::rms_norm::{self, RmsNorm};
 use dormouse_reference::spectral::{self, Spectral};
 use dormouse_reference::{Backend, Result};
 
-use super::forward::{Forward, Saved, configs, expert_params};
+use super::forward::{Forward, Readout, Saved, configs, expert_params};
 use super::{Model, Views};
 
 /// Gradients that travel from one iteration to the one before it.
@@ -27,36 +27,58 @@ impl<B: Backend> Model<B> {
     /// # Panics
     /// If the forward pass had no targets: there is no loss to differentiate.
     pub fn backward(&self, b: &B, forward: &Forward<B>, weight: &B::Tensor) -> Result<()> {
+        self.backward_pass(b, forward, Some(weight), &mut Ok)
+    }
+
+    /// [`Model::backward`] with another reader of the last iteration's latents: `latents` takes the gradient that the
+    /// readout has sent back, if any, and gives it with its own added. Without `weight` nothing was read out.
+    pub(super) fn backward_pass(
+        &self,
+        b: &B,
+        forward: &Forward<B>,
+        weight: Option<&B::Tensor>,
+        latents: &mut dyn FnMut(Option<B::Tensor>) -> Result<Option<B::Tensor>>,
+    ) -> Result<()> {
         b.stage("backward");
-        let grads = Views { b, table: &self.table, flat: &self.grads };
+        let grads = self.views(b, &self.grads);
         let mut travelling = Travelling { h: None, x0: None };
         for (n, saved) in forward.iterations.iter().enumerate().rev() {
-            travelling = self.iteration_backward(b, &grads, n, saved, weight, forward.denominator, &travelling)?;
+            let mut ds = match (&saved.readout, weight) {
+                (Some(readout), Some(weight)) => {
+                    Some(self.readout_backward(b, &grads, readout, weight, forward.denominator)?)
+                }
+                _ => None,
+            };
+            if n + 1 == forward.iterations.len() {
+                ds = latents(ds)?;
+            }
+            travelling = self.iteration_backward(b, &grads, n, saved, ds.as_ref(), &travelling)?;
         }
         // x0 is read as the first h and by every controller.
         let table = grads.get("embedding")?;
         for dx in [&travelling.h, &travelling.x0].into_iter().flatten() {
+            let seen =
+                forward.mask_vector.as_ref().map(|saved| self.masked_backward(b, &grads, saved, dx)).transpose()?;
             Embedding::backward(
                 b,
                 &configs::EMBEDDING,
                 &forward.embedding,
-                embedding::Outputs { x: dx },
+                embedding::Outputs { x: seen.as_ref().unwrap_or(dx) },
                 embedding::Params { table: &table },
             )?;
         }
         Ok(())
     }
 
-    fn iteration_backward(
+    /// From the loss back to the latents.
+    fn readout_backward(
         &self,
         b: &B,
         grads: &Views<'_, B>,
-        n: usize,
-        saved: &Saved<B>,
+        saved: &Readout<B>,
         weight: &B::Tensor,
-        denominator: usize,
-        later: &Travelling<B::Tensor>,
-    ) -> Result<Travelling<B::Tensor>> {
+        denominator: Option<usize>,
+    ) -> Result<B::Tensor> {
         let cross_entropy = saved.cross_entropy.as_ref().expect("backward follows a forward pass with targets");
         let dlogits = CrossEntropy::backward(
             b,
@@ -66,15 +88,32 @@ impl<B: Backend> Model<B> {
         )?
         .dlogits;
         let df = self.spectral_backward(b, grads, ["head.u", "head.s", "head.v"], &saved.head, &dlogits, None)?;
-        let ds = RmsNorm::backward(
+        let through_norm = RmsNorm::backward(
             b,
             &configs::NORM,
             &saved.final_norm,
             rms_norm::Outputs { y: &df, c: None },
             rms_norm::Params { gain: &grads.get("final_norm")?, shift: None },
-        )?
-        .dx;
-        let dh = self.spectral_backward(b, grads, ["out.u", "out.s", "out.v"], &saved.out, &ds, later.h.as_ref())?;
+        )?;
+        Ok(through_norm.dx)
+    }
+
+    /// One iteration for `ds`, the gradient of its latents where somebody reads them.
+    fn iteration_backward(
+        &self,
+        b: &B,
+        grads: &Views<'_, B>,
+        n: usize,
+        saved: &Saved<B>,
+        ds: Option<&B::Tensor>,
+        later: &Travelling<B::Tensor>,
+    ) -> Result<Travelling<B::Tensor>> {
+        let dh = match (ds, &saved.out) {
+            (Some(ds), Some(out)) => {
+                self.spectral_backward(b, grads, ["out.u", "out.s", "out.v"], out, ds, later.h.as_ref())?
+            }
+            _ => later.h.clone().expect("h is read by the next iteration or by the output map"),
+        };
         let through_residual = Residual::backward(
             b,
             &configs::RESIDUAL,

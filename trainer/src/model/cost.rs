@@ -2,7 +2,7 @@
 
 use super::memory::TABLE;
 use super::params::{Group, Param, Table};
-use crate::config::{Config, Engram};
+use crate::config::{Config, Engram, JepaMode};
 
 /// Bytes of a run's parameters and of what mirrors them, the n-gram table apart.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -15,6 +15,8 @@ pub struct MemoryClasses {
     pub moments: u64,
     /// The table with its gradient, moments and counts. On the host there is no full gradient.
     pub table: u64,
+    /// What a JEPA teacher has of the weights; zero where none runs.
+    pub teacher: u64,
     /// Room on the device for a batch's rows of a table on the host: values, gradients, and moments that stay unused.
     pub room: u64,
 }
@@ -26,7 +28,7 @@ impl MemoryClasses {
     /// Of a run, with its table as the flat buffer has it.
     pub fn of(config: &Config, resident: &Table) -> Self {
         let rest: u64 = resident.params.iter().filter(|p| p.name != TABLE).map(|p| p.len() as u64).sum();
-        let full = Table::new(&config.model);
+        let full = Table::of(config);
         let [rows, values] =
             full.params.iter().find(|p| p.name == TABLE).map_or([0, 0], |p| [p.shape[0] as u64, p.len() as u64]);
         let held = resident.params.iter().find(|p| p.name == TABLE).map_or(0, |p| p.len() as u64);
@@ -35,6 +37,7 @@ impl MemoryClasses {
             weights: BYTES * rest,
             gradients: BYTES * rest,
             moments: 2 * BYTES * rest,
+            teacher: if config.jepa.has_teacher() { BYTES * rest } else { 0 },
             table: BYTES * (if host { 3 } else { 4 } * values + rows),
             room: if host { 4 * BYTES * held } else { 0 },
         }
@@ -45,9 +48,11 @@ impl MemoryClasses {
 /// norms are not among them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Products {
-    /// Of the forward pass.
+    /// Of the model's forward passes: one, or two with `jepa.mode = "separate"`.
     pub forward: u64,
-    /// Of the backward pass: two products for each of the forward pass.
+    /// Of a JEPA teacher's forward pass.
+    pub teacher: u64,
+    /// Of the backward pass: two products for each of the model's forward passes.
     pub backward: u64,
     /// Of Muon's iterations.
     pub muon: u64,
@@ -58,9 +63,25 @@ pub struct Products {
 impl Products {
     /// Of a run whose table is grouped by its rule.
     pub fn of(config: &Config, table: &Table) -> Self {
-        let positions = config.bytes_per_step() * config.model.iterations as u64;
-        let forward =
-            2 * positions * table.params.iter().filter(|p| multiplies(p)).map(|p| p.len() as u64).sum::<u64>();
+        let n = config.model.iterations as u64;
+        let pass = |calls: &dyn Fn(&Param) -> u64| -> u64 {
+            let each = table.params.iter().filter(|p| multiplies(p)).map(|p| calls(p) * p.len() as u64);
+            2 * config.bytes_per_step() * each.sum::<u64>()
+        };
+        let is = |p: &Param, prefix: &str| p.name.starts_with(prefix);
+        let read_out = pass(&|p| if is(p, "jepa.") { 0 } else { n });
+        // A pass for its latents has one output map and no head.
+        let latents = pass(&|p| match p {
+            _ if is(p, "jepa.") || is(p, "head.") => 0,
+            _ if is(p, "out.") => 1,
+            _ => n,
+        });
+        let predictor = pass(&|p| u64::from(is(p, "jepa.")));
+        let forward = match config.jepa.mode {
+            JepaMode::Off | JepaMode::Shared => read_out + predictor,
+            JepaMode::Separate => read_out + latents + predictor,
+        };
+        let teacher = if config.jepa.has_teacher() { latents } else { 0 };
         let o = &config.optimizer;
         let muon = table.muon(config.model.heads, o.weight_decay).into_iter().map(|matrix| {
             let [each, rows, columns] = matrix.shape.map(|len| len as u64);
@@ -74,16 +95,16 @@ impl Products {
             // The Gram matrix of the scale, then in every iteration A, its square, and X times the polynomial.
             each * (2 * k * k * n + o.retract_iterations as u64 * (4 * k * k * n + 2 * k * k * k))
         });
-        Self { forward, backward: 2 * forward, muon: muon.sum(), retraction: retraction.sum() }
+        Self { forward, teacher, backward: 2 * forward, muon: muon.sum(), retraction: retraction.sum() }
     }
 
     /// All of them.
     pub fn sum(&self) -> u64 {
-        self.forward + self.backward + self.muon + self.retraction
+        self.forward + self.teacher + self.backward + self.muon + self.retraction
     }
 }
 
-/// Whether a tensor is a matrix that every position is multiplied with in every iteration.
+/// Whether a tensor is a matrix that positions are multiplied with.
 fn multiplies(param: &Param) -> bool {
     let matrix = matches!(param.group, Group::Matrix | Group::Muon | Group::MuonByHead);
     // The embedding is looked up.
@@ -100,7 +121,7 @@ mod tests {
     use crate::config::{Rule, preset};
 
     fn grouped(config: &Config) -> Table {
-        Table::new(&config.model).grouped(config.optimizer.rule)
+        Table::of(config)
     }
 
     #[test]
@@ -118,7 +139,10 @@ mod tests {
             + (d + 256) * r
             + 2 * 96 * d;
         let products = Products::of(&config, &grouped(&config));
-        assert_eq!(products.forward, 2 * 8 * 512 * 2 * weights);
+        // The predictor is asked once; the teacher has one output map and no head.
+        let (out, head) = (2 * d * r, (d + 256) * r);
+        assert_eq!(products.forward, 2 * 8 * 512 * (2 * weights + d * d));
+        assert_eq!(products.teacher, 2 * 8 * 512 * (2 * (weights - out - head) + out));
         assert_eq!(products.backward, 2 * products.forward);
         // Three times twelve heads [768, 64]; factors [768, 64] and [2048, 64] of three experts, [768, 64] of out; two
         // projections [96, 768].
@@ -139,7 +163,7 @@ mod tests {
         let mut config = preset("tiny").unwrap();
         let plain = MemoryClasses::of(&config, &grouped(&config));
         let len = 4 * grouped(&config).len() as u64;
-        assert_eq!(plain, MemoryClasses { weights: len, gradients: len, moments: 2 * len, table: 0, room: 0 });
+        assert_eq!(plain, MemoryClasses { weights: len, gradients: len, moments: 2 * len, teacher: 0, table: 0, room: 0 });
         config.model.engram = Engram::Device;
         let device = MemoryClasses::of(&config, &grouped(&config));
         assert_eq!(device.table, 4 * (4 * 12_288 * 32 + 12_288));

@@ -11,6 +11,7 @@ use dormouse_reference::gated_rms_norm;
 use dormouse_reference::kda;
 use dormouse_reference::l2_norm;
 use dormouse_reference::linear::{self, Linear};
+use dormouse_reference::mask_vector::MaskVector;
 use dormouse_reference::residual::{self, Residual};
 use dormouse_reference::rms_norm::{self, RmsNorm};
 use dormouse_reference::short_conv;
@@ -20,7 +21,7 @@ use dormouse_reference::{Backend, Precision, Result};
 use super::ablation::Ablation;
 use super::attention::{self, Carry};
 use super::memory::{self, Memory};
-use super::{Model, Views};
+use super::{Model, Pass, Views};
 use crate::config::{self, ModelConfig};
 
 /// The configs of the operations that a run chooses something of: the arithmetic of products, formats, gates.
@@ -73,8 +74,8 @@ pub(super) mod configs {
     pub const BLEND: blend::Config = blend::Config { lam_max: 0.5 };
     pub const RESIDUAL: residual::Config = residual::Config {};
 
-    pub fn cross_entropy(denominator: usize) -> cross_entropy::Config {
-        cross_entropy::Config { denominator: Some(denominator) }
+    pub fn cross_entropy(denominator: Option<usize>) -> cross_entropy::Config {
+        cross_entropy::Config { denominator }
     }
 }
 
@@ -100,7 +101,14 @@ pub(super) struct Saved<B: Backend> {
     pub expert: <B as Expert>::Saved,
     pub blend: <B as Blend>::Saved,
     pub residual: <B as Residual>::Saved,
-    pub out: <B as Spectral>::Saved,
+    /// Of the output map; absent where nobody reads it.
+    pub out: Option<<B as Spectral>::Saved>,
+    /// Of what makes logits of it; absent where only latents are wanted.
+    pub readout: Option<Readout<B>>,
+}
+
+/// What the operations from the latents to the loss saved.
+pub(super) struct Readout<B: Backend> {
     pub final_norm: <B as RmsNorm>::Saved,
     pub head: <B as Spectral>::Saved,
     pub cross_entropy: Option<<B as CrossEntropy>::Saved>,
@@ -114,10 +122,14 @@ pub struct Forward<B: Backend> {
     pub nll: Option<B::Tensor>,
     /// `[B, T, 256]` of every iteration, first to last.
     pub logits: Vec<B::Tensor>,
+    /// `[B, T, d]`: s of the last iteration, where the pass is for its latents.
+    pub latents: Option<B::Tensor>,
     /// What to hand to the next call when reading on.
     pub carry: Vec<Carry<B::Tensor>>,
-    pub(super) denominator: usize,
+    /// What the loss is divided by; absent: the positions that it is over.
+    pub(super) denominator: Option<usize>,
     pub(super) embedding: <B as Embedding>::Saved,
+    pub(super) mask_vector: Option<<B as MaskVector>::Saved>,
     pub(super) iterations: Vec<Saved<B>>,
 }
 
@@ -132,9 +144,23 @@ impl<B: Backend> Model<B> {
         batch: &Batch<'_, B::Tensor>,
         carry: Option<&[Carry<B::Tensor>]>,
     ) -> Result<Forward<B>> {
+        self.forward_pass(b, batch, carry, Pass::Plain)
+    }
+
+    /// Runs the model on a batch for what `pass` says.
+    ///
+    /// # Panics
+    /// As for [`Model::forward`].
+    pub fn forward_pass(
+        &self,
+        b: &B,
+        batch: &Batch<'_, B::Tensor>,
+        carry: Option<&[Carry<B::Tensor>]>,
+        pass: Pass<'_, B::Tensor>,
+    ) -> Result<Forward<B>> {
         assert_eq!(batch.memory.is_some(), self.config.engram != config::Engram::Off, "keys go with a memory");
-        b.stage("student forward");
-        let p = Views { b, table: &self.table, flat: &self.params };
+        b.stage(pass.stage());
+        let p = Views { rows: &self.params, ..self.views(b, pass.params().unwrap_or(&self.params)) };
         let table = p.get("embedding")?;
         let (x0, embedding) = Embedding::forward(
             b,
@@ -146,18 +172,25 @@ impl<B: Backend> Model<B> {
         if self.ablation == Ablation::NanActivation {
             b.fill(&b.view(&x0, 0, &[1])?, f64::NAN)?;
         }
+        let (x0, mask_vector) = match pass.mask() {
+            Some(mask) => self.masked(b, &p, &x0, mask).map(|(x0, saved)| (x0, Some(saved)))?,
+            None => (x0, None),
+        };
         let mut h = x0.clone();
         let mut result = Forward {
             losses: vec![],
             nll: None,
             logits: vec![],
+            latents: None,
             carry: vec![],
-            denominator: batch.denominator,
+            // How many positions a mask leaves changes from step to step, so it is no constant of the step.
+            denominator: if pass.visible().is_some() { None } else { Some(batch.denominator) },
             embedding,
+            mask_vector,
             iterations: vec![],
         };
         for n in 0..self.config.iterations {
-            h = self.iteration(b, &p, n, &x0, &h, batch, carry.map(|c| &c[n]), &mut result)?;
+            h = self.iteration(b, &p, n, &x0, &h, batch, carry.map(|c| &c[n]), pass, &mut result)?;
         }
         Ok(result)
     }
@@ -172,6 +205,7 @@ impl<B: Backend> Model<B> {
         h: &B::Tensor,
         batch: &Batch<'_, B::Tensor>,
         carry: Option<&Carry<B::Tensor>>,
+        pass: Pass<'_, B::Tensor>,
         result: &mut Forward<B>,
     ) -> Result<B::Tensor> {
         let (gain, shift) = (p.get("loop_norm")?, p.iteration(n, self.config.width)?);
@@ -212,44 +246,69 @@ impl<B: Backend> Model<B> {
             residual::Params { rho: &p.get("rho")? },
         )?;
         let h = next.h;
-        let (s, out) = self.spectral(b, p, ["out.u", "out.s", "out.v"], &h)?;
+        let last = n + 1 == self.config.iterations;
+        let (mut out, mut readout) = (None, None);
+        if pass.reads_out() || (last && pass.has_latents()) {
+            let (s, saved) = self.spectral(b, p, ["out.u", "out.s", "out.v"], &h)?;
+            out = Some(saved);
+            if pass.reads_out() {
+                readout = Some(self.readout(b, p, &s, batch, pass, result)?);
+            }
+            if last && pass.has_latents() {
+                result.latents = Some(s);
+            }
+        }
+        result.carry.push(attention.carry);
+        if pass.saves() {
+            result.iterations.push(Saved {
+                norm,
+                controller,
+                attention: attention.saved,
+                memory: memory_saved,
+                dense: dense_saved,
+                expert,
+                blend,
+                residual,
+                out,
+                readout,
+            });
+        }
+        Ok(h)
+    }
+
+    /// From the latents `s` to logits and, with targets, to the loss.
+    fn readout(
+        &self,
+        b: &B,
+        p: &Views<'_, B>,
+        s: &B::Tensor,
+        batch: &Batch<'_, B::Tensor>,
+        pass: Pass<'_, B::Tensor>,
+        result: &mut Forward<B>,
+    ) -> Result<Readout<B>> {
         let (f, final_norm) = RmsNorm::forward(
             b,
             &configs::NORM,
-            rms_norm::Inputs { x: &s },
+            rms_norm::Inputs { x: s },
             rms_norm::Params { gain: &p.get("final_norm")?, shift: None },
         )?;
         let (logits, head) = self.spectral(b, p, ["head.u", "head.s", "head.v"], &f.y)?;
         let mut cross_entropy = None;
         if let Some(targets) = batch.targets {
             b.stage("loss");
+            let mask = pass.visible().filter(|_| self.ablation != Ablation::MaskedCrossEntropy);
             let (ce, saved) = CrossEntropy::forward(
                 b,
-                &configs::cross_entropy(batch.denominator),
-                cross_entropy::Inputs { logits: &logits, targets, mask: None },
+                &configs::cross_entropy(result.denominator),
+                cross_entropy::Inputs { logits: &logits, targets, mask },
             )?;
             result.losses.push(ce.loss);
             result.nll = ce.nll;
             cross_entropy = Some(saved);
-            b.stage("student forward");
+            b.stage(pass.stage());
         }
         result.logits.push(logits);
-        result.carry.push(attention.carry);
-        result.iterations.push(Saved {
-            norm,
-            controller,
-            attention: attention.saved,
-            memory: memory_saved,
-            dense: dense_saved,
-            expert,
-            blend,
-            residual,
-            out,
-            final_norm,
-            head,
-            cross_entropy,
-        });
-        Ok(h)
+        Ok(Readout { final_norm, head, cross_entropy })
     }
 
     /// `x W` for the named weight.

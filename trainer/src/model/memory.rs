@@ -24,6 +24,7 @@ pub(super) fn config(precision: Precision) -> engram::Config {
 }
 
 /// The n-gram keys of a batch on the device.
+#[derive(Debug)]
 pub struct Memory<'a, T> {
     /// `[B, T, 3]` of `u32`: rows of the table.
     pub rows: &'a T,
@@ -31,6 +32,15 @@ pub struct Memory<'a, T> {
     pub order: Option<&'a T>,
     /// `[U, W]`: a table that `rows` are of, in place of the parameter.
     pub table: Option<&'a T>,
+}
+
+// By hand, since all are references: a handle itself need not be `Copy`.
+impl<T> Copy for Memory<'_, T> {}
+
+impl<T> Clone for Memory<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
 }
 
 impl Table {

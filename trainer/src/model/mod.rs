@@ -17,6 +17,8 @@
 //! The readout of the last iteration scores and generates: training and scoring share one function. `forward` keeps what
 //! each operation saved, in the order of the text above; `backward` walks it in reverse. A gradient that arrives at a
 //! tensor from several readers travels along them as the `plus` of each, so no launch only adds.
+//!
+//! A run with the JEPA objective has more than one pass over a batch: [`Pass`] says what each is for.
 
 mod ablation;
 mod attention;
@@ -24,6 +26,7 @@ mod backward;
 mod cost;
 mod forward;
 mod groups;
+mod jepa;
 mod memory;
 mod params;
 
@@ -32,6 +35,7 @@ pub use attention::Carry;
 pub use cost::{MemoryClasses, Products};
 pub use forward::{Batch, Forward};
 pub use groups::group_of;
+pub use jepa::{KOLEO_WEIGHT, Objective, Pass, STEMS as JEPA_STEMS, Upstream};
 pub use memory::{Memory, TABLE as MEMORY_TABLE};
 pub use params::{CONV_WIDTH, DECAY_RANK, Group, Init, Param, Table, VOCABULARY};
 
@@ -63,12 +67,15 @@ struct Views<'a, B: Backend> {
     b: &'a B,
     table: &'a Table,
     flat: &'a B::Tensor,
+    /// Where tables of rows lie: a teacher reads the model's own.
+    rows: &'a B::Tensor,
 }
 
 impl<B: Backend> Views<'_, B> {
     fn get(&self, name: &str) -> Result<B::Tensor> {
         let param = self.table.get(name);
-        self.b.view(self.flat, param.start, &param.shape)
+        let flat = if param.group == Group::Rows { self.rows } else { self.flat };
+        self.b.view(flat, param.start, &param.shape)
     }
 
     /// Row `n` of the iteration embedding.
@@ -80,18 +87,8 @@ impl<B: Backend> Views<'_, B> {
 impl<B: Backend> Model<B> {
     /// A model with zeroed parameters and gradients; load or initialise them before use.
     ///
-    /// `precision` says which arithmetic an operation has.
-    pub fn new(b: &B, config: &ModelConfig, precision: impl Fn(&str) -> Precision) -> Result<Self> {
-        Self::with_table(b, config, Table::new(config), precision)
-    }
-
-    /// The same with a parameter table of the caller's: groups and resident rows are his.
-    pub fn with_table(
-        b: &B,
-        config: &ModelConfig,
-        table: Table,
-        precision: impl Fn(&str) -> Precision,
-    ) -> Result<Self> {
+    /// `table` is [`Table::of`] the run, or what of it is resident; `precision` says which arithmetic an operation has.
+    pub fn new(b: &B, config: &ModelConfig, table: Table, precision: impl Fn(&str) -> Precision) -> Result<Self> {
         let flat = || b.persistent(&[table.len()], b.float());
         Ok(Self {
             params: flat()?,
@@ -136,6 +133,11 @@ impl<B: Backend> Model<B> {
 
     /// A view of one parameter.
     pub fn param(&self, b: &B, name: &str) -> Result<B::Tensor> {
-        Views { b, table: &self.table, flat: &self.params }.get(name)
+        self.views(b, &self.params).get(name)
+    }
+
+    /// The named parts of a flat buffer that mirrors the parameters. A buffer of gradients has its own tables of rows.
+    fn views<'a>(&'a self, b: &'a B, flat: &'a B::Tensor) -> Views<'a, B> {
+        Views { b, table: &self.table, flat, rows: flat }
     }
 }

@@ -10,7 +10,7 @@ use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
 use rand_distr::StandardNormal;
 
-use crate::config::{Engram, Gate, ModelConfig};
+use crate::config::{Config, Engram, Gate, ModelConfig};
 use crate::rng::{Purpose, stream};
 
 /// Width of the bottleneck through which the decay logit is projected.
@@ -80,6 +80,8 @@ pub struct Param {
     pub shape: Vec<usize>,
     /// First element in the flat buffer.
     pub start: usize,
+    /// Which of the seed's streams its initial values are drawn from.
+    pub stream: u64,
     /// How it starts.
     pub init: Init,
     /// Its update rule; as the table is made, that of a run whose only rule is AdamW.
@@ -97,6 +99,11 @@ impl Param {
     /// Whether there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// Its initial values.
+    pub fn initial(&self, seed: u64) -> Vec<f64> {
+        initial_values(self, &mut stream(seed, Purpose::Init, 0, self.stream))
     }
 
     /// Its place in the flat buffer.
@@ -170,9 +177,35 @@ impl Table {
         table
     }
 
+    /// The table of a run: with the parameters of its objective, each in the group of its rule.
+    pub fn of(config: &Config) -> Self {
+        let table = Self::new(&config.model);
+        let table = if config.jepa.on() { table.with_jepa(config.model.width) } else { table };
+        table.grouped(config.optimizer.rule)
+    }
+
+    /// The same table with the parameters of the JEPA objective behind all others but the memory's rows, which stay last.
+    /// All others keep their initial values.
+    #[must_use]
+    pub fn with_jepa(mut self, width: usize) -> Self {
+        let root = (width as f64).powf(-0.5);
+        self.add("jepa.mask", &[width], Init::Normal(root), Group::Vector, false);
+        self.add("jepa.norm_gain", &[width], Init::Constant(1.0), Group::Vector, false);
+        self.add("jepa.norm_bias", &[width], Init::Constant(0.0), Group::Vector, false);
+        self.add("jepa.predictor", &[width, width], Init::Uniform(root), Group::Matrix, false);
+        // A stable sort: everything else stays in order.
+        self.params.sort_by_key(|param| param.group == Group::Rows);
+        let mut start = 0;
+        for param in &mut self.params {
+            param.start = start;
+            start += param.len();
+        }
+        self
+    }
+
     pub(super) fn add(&mut self, name: &'static str, shape: &[usize], init: Init, group: Group, retracted: bool) {
-        let start = self.len();
-        self.params.push(Param { name, shape: shape.to_vec(), start, init, group, retracted });
+        let (start, stream) = (self.len(), self.params.len() as u64);
+        self.params.push(Param { name, shape: shape.to_vec(), start, stream, init, group, retracted });
     }
 
     /// Elements of the flat buffer.
@@ -208,16 +241,10 @@ impl Table {
     /// Initial values of the flat buffer: a function of the seed and the table alone.
     pub fn initial(&self, seed: u64) -> Vec<f64> {
         let mut flat = Vec::with_capacity(self.len());
-        for row in 0..self.params.len() {
-            flat.extend(self.initial_of(seed, row));
+        for param in &self.params {
+            flat.extend(param.initial(seed));
         }
         flat
-    }
-
-    /// Initial values of the tensor in this row of the table.
-    pub fn initial_of(&self, seed: u64, row: usize) -> Vec<f64> {
-        let mut rng = stream(seed, Purpose::Init, 0, row as u64);
-        initial_values(&self.params[row], &mut rng)
     }
 }
 
@@ -266,8 +293,9 @@ mod tests {
     }
 
     #[test]
-    fn the_benchmark_model_has_the_documented_count_without_jepa() {
-        // 8,996,429 in all, less the predictor with its LayerNorm (591,360) and the mask vector (768).
+    fn the_benchmark_model_has_the_documented_count() {
+        assert_eq!(Table::of(&preset("small").expect("small is a preset")).len(), 8_996_429);
+        // Less the predictor with its LayerNorm (591,360) and the mask vector (768).
         assert_eq!(Table::new(&small()).len(), 8_996_429 - 591_360 - 768);
         // The memory is its table (3,145,728) and its two projections (147,456).
         let without = ModelConfig { engram: Engram::Off, ..small() };
@@ -275,8 +303,33 @@ mod tests {
     }
 
     #[test]
+    fn jepa_adds_its_documented_parameters_and_moves_none_but_the_rows() {
+        let without = Table::new(&small());
+        let with = without.clone().with_jepa(768);
+        assert_eq!(with.len() - without.len(), 591_360 + 768);
+        for param in &without.params {
+            assert_eq!(with.get(param.name).initial(3), param.initial(3), "{}", param.name);
+        }
+        let (rows, others) = with.params.split_last().expect("a table has parameters");
+        assert_eq!(rows.group, Group::Rows);
+        let added = &others[without.params.len() - 1..];
+        assert_eq!(others[..without.params.len() - 1], without.params[..without.params.len() - 1]);
+        let decayed: Vec<&str> = added.iter().filter(|p| p.group == Group::Matrix).map(|p| p.name).collect();
+        assert_eq!(decayed, ["jepa.predictor"]);
+        assert!(added.iter().all(|p| matches!(p.group, Group::Matrix | Group::Vector) && !p.retracted));
+        let flat = with.initial(3);
+        let mask = &flat[with.get("jepa.mask").range()];
+        // The squared length of d draws of variance 1/d is 1, within four standard errors of sqrt(2/d).
+        let square: f64 = mask.iter().map(|x| x * x).sum();
+        assert!((square - 1.0).abs() < 4.0 * (2.0 / 768f64).sqrt(), "{square}");
+        let bound = 768f64.powf(-0.5);
+        let largest = flat[with.get("jepa.predictor").range()].iter().fold(0.0f64, |most, x| most.max(x.abs()));
+        assert!(largest <= bound && largest > 0.999 * bound, "{largest}");
+    }
+
+    #[test]
     fn every_parameter_is_in_exactly_one_group() {
-        let table = Table::new(&small());
+        let table = Table::new(&small()).with_jepa(768);
         let mut covered = vec![0; table.len()];
         for group in [Group::Matrix, Group::Vector, Group::Rows] {
             for range in table.ranges(group) {

@@ -26,12 +26,23 @@ pub struct StepRecord {
     pub loss: f64,
     /// Mean cross-entropy of each iteration, nats; the last is the readout that scoring uses.
     pub ce: Vec<f64>,
+    /// The terms of the JEPA objective, where the run has it.
+    pub aux: Option<Aux>,
     /// Norm of the gradient before clipping.
     pub grad_norm: f64,
     /// Gradient elements that were not finite.
     pub nonfinite: u64,
     /// Whether the weights were updated.
     pub applied: bool,
+}
+
+/// The terms of the JEPA objective, as they are before their weights.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Aux {
+    /// Mean distance of the prediction to the teacher's normalised latents.
+    pub jepa: f64,
+    /// Minus half the mean logarithm of the latents' nearest distances.
+    pub koleo: f64,
 }
 
 /// Why a learner has stopped applying updates.
@@ -109,6 +120,12 @@ pub trait Learner {
 
     /// Runs a batch on the present weights, changing nothing, and names the first tensor that is not finite, if any is.
     fn first_nonfinite(&mut self, batch: &Batch) -> anyhow::Result<Option<String>>;
+
+    /// The last iteration's latents of every position of a batch (`rows * t * d`) at the present weights, on unmasked
+    /// bytes: what a teacher with these weights gives.
+    fn latents(&mut self, _batch: &Batch) -> anyhow::Result<Vec<f32>> {
+        anyhow::bail!("this learner has no latents")
+    }
 
     /// What computes, for the log and the checkpoints.
     fn facts(&self) -> Facts {

@@ -6,10 +6,12 @@ use anyhow::Context;
 
 use super::{Learner, Parameter, Watch};
 use crate::backend::{self, Facts};
-use crate::checkpoint::{self, Found};
-use crate::config::{Backend, Config, ConfigError, Sources, check_changes, resolve};
+use crate::checkpoint::{self, Found, State};
+use crate::config::{Backend, Config, ConfigError, JepaConfig, JepaMode, Sources, check_changes, resolve};
 use crate::data::Data;
 use crate::host;
+use crate::jepa_targets::{Header, Reader};
+use crate::model::Group;
 use crate::progress::Reporter;
 use crate::run::RunFolder;
 
@@ -87,8 +89,10 @@ fn start(request: &Request, build: Build) -> anyhow::Result<Prepared> {
     let mut config = resolve(&request.sources)?;
     let why_no_gpu = settle(&mut config, &request.watch)?;
     let data = Data::open(&config)?;
+    let targets = check_targets(&config, &data, 0)?;
     // A resumed run may start in another folder.
-    for path in [&mut config.data.path, &mut config.data.eval_path].into_iter().flatten() {
+    let paths = [&mut config.data.path, &mut config.data.eval_path, &mut config.jepa.targets];
+    for path in paths.into_iter().flatten() {
         *path = std::fs::canonicalize(&*path).with_context(|| format!("data: cannot resolve `{}`", path.display()))?;
         if path.to_str().is_none() {
             return Err(ConfigError::Usage(format!(
@@ -107,6 +111,7 @@ fn start(request: &Request, build: Build) -> anyhow::Result<Prepared> {
         reporter.note(&format!("no run with a checkpoint in `{}`: this is a new one", request.runs.display()));
     }
     describe(&config, &data, &run, &*learner, why_no_gpu.as_deref(), &reporter);
+    describe_objective(&config, targets.as_ref(), &reporter);
     Ok(Prepared { run, config, data, learner, done: 0, provenance, reporter, watch: request.watch.clone() })
 }
 
@@ -115,12 +120,13 @@ fn resume(request: &Request, run: RunFolder, build: Build) -> anyhow::Result<Pre
         return Err(ConfigError::Usage("train: --name is for a new run; leave it out with --resume".into()).into());
     }
     let run = run.locked()?;
-    let Found { path, loaded, skipped } = checkpoint::newest_good(&run.checkpoints())?;
+    let Found { path, mut loaded, skipped } = checkpoint::newest_good(&run.checkpoints())?;
     // The checkpoint's own configuration counts: it is the one its weights were made with.
     let stored = Config::from_toml(&loaded.config_toml, &path.join("config.toml"))?;
     let mut config = resolve(&Sources { base: Some(stored.clone()), ..request.sources.clone() })?;
     let why_no_gpu = settle(&mut config, &request.watch)?;
-    for path in [&mut config.data.path, &mut config.data.eval_path].into_iter().flatten() {
+    let paths = [&mut config.data.path, &mut config.data.eval_path, &mut config.jepa.targets];
+    for path in paths.into_iter().flatten() {
         // What cannot be resolved, or not be stored, stays as it was given.
         let resolved = std::fs::canonicalize(&*path).ok().filter(|resolved| resolved.to_str().is_some());
         *path = resolved.unwrap_or_else(|| path.clone());
@@ -128,11 +134,14 @@ fn resume(request: &Request, run: RunFolder, build: Build) -> anyhow::Result<Pre
     let changes = check_changes(&stored, &config, &request.allow_change)?;
     let data = Data::open(&config)?;
     run.data_manifest()?.check_unchanged(&data.manifest)?;
+    let targets = check_targets(&config, &data, loaded.manifest.next_step)?;
     let mut learner = build(&config)?;
     let facts = learner.facts();
     if let Some(then) = &loaded.manifest.run {
         check_arms(then, &facts, &request.allow_change)?;
+        check_same_targets(then, &facts, &request.allow_change)?;
     }
+    let teacher_note = change_teacher(&stored, &config, &*learner, &mut loaded.state);
     learner.import(&loaded.state).with_context(|| format!("train: cannot resume from `{}`", path.display()))?;
     let provenance = host::provenance(&request.command, config.seed);
     run.record_resume(&config, &provenance)?;
@@ -151,7 +160,11 @@ fn resume(request: &Request, run: RunFolder, build: Build) -> anyhow::Result<Pre
         let (then, now) = (then.device, &facts.device);
         reporter.result(&format!("the checkpoint is from {then}, and this is {now}: the bits may differ"));
     }
+    if let Some(note) = teacher_note {
+        reporter.result(note);
+    }
     describe(&config, &data, &run, &*learner, why_no_gpu.as_deref(), &reporter);
+    describe_objective(&config, targets.as_ref(), &reporter);
     let done = loaded.manifest.next_step;
     reporter.note(&format!("resumed from `{}` after step {done}", path.display()));
     Ok(Prepared { run, config, data, learner, done, provenance, reporter, watch: request.watch.clone() })
@@ -184,6 +197,70 @@ fn check_arms(then: &Facts, now: &Facts, allowed: &[String]) -> Result<(), Confi
                  --unverified), or add --allow-change run.arms to go on with those of now"
             .to_owned(),
     })
+}
+
+/// Opens the file of targets, where the run has one, and refuses one of another run, of other data, or without the
+/// steps from `next` to the last.
+fn check_targets(config: &Config, data: &Data, next: u64) -> anyhow::Result<Option<Header>> {
+    let Some(path) = config.jepa.targets() else { return Ok(None) };
+    let reader = Reader::open(path)?;
+    reader.require_for(config)?;
+    reader.require_data(data.manifest.digest().into(), next)?;
+    Ok(Some(reader.header().clone()))
+}
+
+/// Refuses to go on with another file of targets under the same name unless that is allowed.
+fn check_same_targets(then: &Facts, now: &Facts, allowed: &[String]) -> Result<(), ConfigError> {
+    let (Some(before), Some(after)) = (&then.targets, &now.targets) else { return Ok(()) };
+    if before == after || allowed.iter().any(|key| key == "jepa.targets") {
+        return Ok(());
+    }
+    Err(ConfigError::Changed {
+        table: format!(
+            "  jepa.targets: latents of a teacher with BLAKE3 {} then, {} now\n",
+            &before[..16],
+            &after[..16]
+        ),
+        advice: "restore the file, or add --allow-change jepa.targets to go on with this one".to_owned(),
+    })
+}
+
+/// Where the user has allowed a run to change between a teacher that follows and a file: what becomes of the
+/// checkpoint's teacher. Without such a change the checkpoint must have what the run needs.
+fn change_teacher(then: &Config, now: &Config, learner: &dyn Learner, state: &mut State) -> Option<&'static str> {
+    match (then.jepa.has_teacher(), now.jepa.has_teacher()) {
+        (true, false) => {
+            state.teacher.clear();
+            Some("the teacher that followed the run is left behind: its latents now come from a file")
+        }
+        (false, true) if then.jepa.on() => {
+            let rows = Group::Rows.word();
+            let followed = learner.parameters().into_iter().filter(|parameter| parameter.group != rows);
+            let tensors = followed.filter_map(|p| state.weights.get(&p.name).map(|tensor| (p.name, tensor.clone())));
+            state.teacher = tensors.collect();
+            Some("there was no teacher in the checkpoint: one starts from its weights and follows from here")
+        }
+        _ => None,
+    }
+}
+
+/// Which objective a run has beside the cross-entropy, if any.
+fn describe_objective(config: &Config, targets: Option<&Header>, reporter: &Reporter) {
+    let JepaConfig { mode, weight, momentum, .. } = &config.jepa;
+    let mode = match mode {
+        JepaMode::Off => return,
+        JepaMode::Shared => "one student pass for cross-entropy and latents",
+        JepaMode::Separate => "a student pass of its own",
+    };
+    let teacher = match targets {
+        None => format!("the teacher follows with momentum {momentum}"),
+        Some(header) => format!(
+            "the teacher is frozen: latents of step {} of another run, read from a file; this is another objective \
+             than a teacher that follows",
+            header.teacher_step
+        ),
+    };
+    reporter.note(&format!("jepa: {mode}, weight {weight}; {teacher}"));
 }
 
 fn describe(

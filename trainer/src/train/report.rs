@@ -17,7 +17,9 @@ pub(super) struct StepFacts {
 pub(super) fn step_line(record: &StepRecord, facts: &StepFacts) -> Value {
     let readout = record.ce.last().copied().unwrap_or(record.loss);
     let mut nonfinite: Vec<String> = Vec::new();
-    for (name, value) in [("loss", record.loss), ("grad_norm", record.grad_norm)] {
+    let aux = record.aux.map(|aux| [("jepa", aux.jepa), ("koleo", aux.koleo)]);
+    let named = [("loss", record.loss), ("grad_norm", record.grad_norm)];
+    for (name, value) in named.into_iter().chain(aux.into_iter().flatten()) {
         if !value.is_finite() {
             nonfinite.push(format!("{name}={value}"));
         }
@@ -27,7 +29,7 @@ pub(super) fn step_line(record: &StepRecord, facts: &StepFacts) -> Value {
             nonfinite.push(format!("ce[{iteration}]={value}"));
         }
     }
-    json!({
+    let mut line = json!({
         "kind": "step",
         "step": record.step + 1,
         "loss": record.loss,
@@ -40,7 +42,12 @@ pub(super) fn step_line(record: &StepRecord, facts: &StepFacts) -> Value {
         "nonfinite": nonfinite,
         "step_ms": facts.step_ms,
         "bytes_seen": (record.step + 1) * facts.bytes_per_step,
-    })
+    });
+    // A run without the objective has no such key.
+    for (name, value) in aux.into_iter().flatten() {
+        line[name] = json!(value);
+    }
+    line
 }
 
 /// What the loop knows of an evaluation beside its score.
@@ -78,12 +85,20 @@ pub(super) fn drift_line(done: u64, factors: &[Drift]) -> Value {
 #[cfg(test)]
 mod tests {
     use super::{StepFacts, step_line};
-    use crate::train::StepRecord;
+    use crate::train::{Aux, StepRecord};
 
     #[test]
     fn what_json_cannot_say_is_named() {
         let facts = StepFacts { lr: 1e-3, step_ms: 2.0, bytes_per_step: 64 };
-        let good = StepRecord { step: 4, loss: 2.0, ce: vec![3.0, 1.0], grad_norm: 0.5, nonfinite: 0, applied: true };
+        let good = StepRecord {
+            step: 4,
+            loss: 2.0,
+            ce: vec![3.0, 1.0],
+            aux: None,
+            grad_norm: 0.5,
+            nonfinite: 0,
+            applied: true,
+        };
         let line = step_line(&good, &facts);
         assert_eq!(line["step"], 5);
         assert_eq!(line["bytes_seen"], 320);
@@ -96,5 +111,10 @@ mod tests {
         assert_eq!(line["nonfinite"][1], "ce[1]=inf");
         assert_eq!(line["nonfinite_gradient_elements"], 7);
         assert_eq!(line["applied"], false);
+        assert!(line.get("jepa").is_none() && line.get("koleo").is_none());
+        let aux = Some(Aux { jepa: f64::INFINITY, koleo: 0.25 });
+        let line = step_line(&StepRecord { aux, loss: 2.0, ce: vec![2.0], ..bad }, &facts);
+        assert!(line["jepa"].is_null());
+        assert_eq!((line["koleo"].as_f64(), &line["nonfinite"][0]), (Some(0.25), &"jepa=inf".into()));
     }
 }

@@ -13,7 +13,7 @@ use super::{Latch, Learner, Score, StepRecord, score};
 use crate::anchors::{Anchors, FIT_LIMIT_BYTES};
 use crate::checkpoint::{self, Facts};
 use crate::config::Config;
-use crate::data::{Data, KeyPlan, Prefetch, Segment};
+use crate::data::{Batch, Data, KeyPlan, Prefetch, Segment};
 use crate::exit::{NonFiniteResult, NonFiniteStop};
 use crate::host;
 use crate::instruments::Engagement;
@@ -211,6 +211,7 @@ impl Session {
             total: self.config.train.total_steps,
             loss: record.loss,
             readout_ce: record.ce.last().copied().unwrap_or(record.loss),
+            aux: record.aux,
             grad_norm: record.grad_norm,
             lr: self.schedule.lr_at(record.step, self.config.train.total_steps),
             step_time: self.window.mean,
@@ -459,7 +460,7 @@ impl Session {
         let Latch { skipped, step } = latch;
         let folder = self.run.path().join(format!("nonfinite_{:06}", step + 1));
         let source = if self.config.train.overfit_one_batch { 0 } else { step };
-        let batch = self.data.batch(source, self.config.train.batch_rows)?;
+        let batch = Batch { step, ..self.data.batch(source, self.config.train.batch_rows)? };
         let first = self.learner.first_nonfinite(&batch)?;
         let first = first.unwrap_or_else(|| "none: the batch is finite on the present weights".into());
         let facts = self.facts(step);

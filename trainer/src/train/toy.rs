@@ -85,6 +85,7 @@ impl Learner for Toy {
             step: batch.step,
             loss: f64::from(loss),
             ce: vec![f64::from(loss)],
+            aux: None,
             grad_norm: gradient.iter().map(|value| f64::from(value * value)).sum::<f64>().sqrt(),
             nonfinite,
             applied,

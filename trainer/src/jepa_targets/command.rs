@@ -1,0 +1,162 @@
+//! `dormouse jepa-targets`: the latents of a run's checkpoint, for every step of a run that will read them.
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::time::Instant;
+
+use anyhow::{Context, bail};
+
+use super::{Header, Writer};
+use crate::checkpoint::{self, State, Tensor, TensorData};
+use crate::cli::JepaTargetsArgs;
+use crate::commands::{elsewhere, without_objective};
+use crate::config::{Config, ConfigError, JepaConfig, JepaMode, Sources, changes, resolve};
+use crate::data::{Batch, Data};
+use crate::progress::{Reporter, minutes};
+use crate::run::RunFolder;
+use crate::signals::Stop;
+use crate::train::Build;
+
+/// Progress lines of a whole file where there is no bar.
+const LINES: u64 = 20;
+
+/// Sections that the run that reads may have otherwise than the run whose checkpoint is read: they decide which bytes a
+/// step has.
+const MAY_DIFFER: [&str; 4] = ["seed", "data.", "train.", "jepa."];
+
+/// Runs the command.
+pub fn run(arguments: &JepaTargetsArgs, build: Build) -> anyhow::Result<()> {
+    if arguments.out.exists() {
+        let path = arguments.out.display();
+        bail!(ConfigError::Usage(format!("jepa-targets: `{path}` exists and is not overwritten; give another --out")));
+    }
+    let run = RunFolder::open(&arguments.run)?;
+    let parent = run.checkpoints();
+    let found = if arguments.best { checkpoint::best_good(&parent)? } else { checkpoint::newest_good(&parent)? };
+    for problem in &found.skipped {
+        let _ = writeln!(std::io::stderr(), "warning: skipped: {problem}");
+    }
+    let stored = Config::from_toml(&found.loaded.config_toml, &found.path.join("config.toml"))?;
+    let mut config = readers_config(&stored, &arguments.set)?;
+    let data = Data::open(&config)?;
+    if (&config.data.path, &config.data.eval_path) == (&stored.data.path, &stored.data.eval_path) {
+        run.data_manifest()?.check_unchanged(&data.manifest)?;
+    }
+    let (first, steps) = range(arguments, &config)?;
+    let teacher = teacher_of(found.loaded.state);
+    let source = digest(&teacher.0.weights);
+    let header = Header {
+        teacher_step: found.loaded.manifest.next_step,
+        seed: config.seed,
+        first_step: first,
+        steps,
+        rows: u32::try_from(config.train.batch_rows).context("jepa-targets: train.batch_rows is above 32 bits")?,
+        len: u32::try_from(config.data.seq_bytes).context("jepa-targets: data.seq_bytes is above 32 bits")?,
+        width: u32::try_from(config.model.width).context("jepa-targets: model.width is above 32 bits")?,
+        data: data.manifest.digest().into(),
+        source,
+    };
+    config.jepa = JepaConfig::default();
+    let mut learner = build(&elsewhere(&config, arguments.backend)?)?;
+    learner.import(&teacher.0).with_context(|| format!("cannot load `{}`", found.path.display()))?;
+
+    let stop = Stop::on_signals().context("jepa-targets: cannot watch for signals")?;
+    let reporter = Reporter::new(steps, arguments.quiet);
+    reporter.note(&format!(
+        "the teacher is {} after step {}; steps {first} to {} of {} rows of {} bytes, seed {}",
+        teacher.1,
+        header.teacher_step,
+        first + steps - 1,
+        header.rows,
+        header.len,
+        header.seed
+    ));
+    let mut writer = Writer::create(&arguments.out, header)?;
+    let began = Instant::now();
+    for done in 0..steps {
+        if stop.requested() {
+            reporter.finish();
+            writer.abandon();
+            reporter.result("stopped; no file was written");
+            return Ok(());
+        }
+        let step = first + done;
+        let source = if config.train.overfit_one_batch { 0 } else { step };
+        let batch = Batch { step, ..data.batch(source, config.train.batch_rows)? };
+        let mask = batch.mask.as_deref().expect("data of a run with the objective has masks");
+        writer.add(mask, &learner.latents(&batch)?)?;
+        let done = done + 1;
+        if done == steps || done.is_multiple_of((steps / LINES).max(1)) {
+            let each = began.elapsed().as_secs_f64() / done as f64;
+            let (megabytes, left) = (writer.bytes() as f64 / 1e6, (steps - done) as f64 * each);
+            let line =
+                format!("step {done}/{steps} | {megabytes:.1} MB | {:.1} ms | eta {}", 1e3 * each, minutes(left));
+            reporter.step(done, &line);
+        }
+    }
+    writer.finish()?;
+    reporter.finish();
+    let out = arguments.out.display();
+    reporter.result(&format!("wrote {out}; train with it: --set jepa.mode=shared --set jepa.targets={out}"));
+    Ok(())
+}
+
+/// The configuration of the run that will read: that of the run whose checkpoint is read, with `set` over it.
+fn readers_config(stored: &Config, set: &[String]) -> anyhow::Result<Config> {
+    let base = Config { jepa: JepaConfig { targets: None, ..stored.jepa.clone() }, ..stored.clone() };
+    let mut config = resolve(&Sources { base: Some(base.clone()), set: set.to_vec(), ..Sources::default() })?;
+    let allowed = |key: &str| MAY_DIFFER.iter().any(|prefix| key.starts_with(prefix));
+    if let Some(change) = changes(&base, &config).iter().find(|change| !allowed(&change.key)) {
+        bail!(ConfigError::Invalid {
+            key: change.key.clone(),
+            problem: "cannot be changed for targets".into(),
+            fix: "only seed, data.* and train.* decide which bytes a step has".into(),
+        });
+    }
+    // Masks do not depend on the mode, and a run without the objective has none.
+    config.jepa.mode = JepaMode::Shared;
+    config.jepa.targets = None;
+    Ok(config)
+}
+
+/// The first step and how many.
+fn range(arguments: &JepaTargetsArgs, config: &Config) -> anyhow::Result<(u64, u64)> {
+    let (first, total) = (arguments.first_step, config.train.total_steps);
+    let steps = arguments.steps.unwrap_or(total.saturating_sub(first));
+    if steps == 0 || first.saturating_add(steps) > total {
+        bail!(ConfigError::Usage(format!(
+            "jepa-targets: steps {first} to {} are asked for, and the run has steps 0 to {}; lower --first-step or \
+             --steps, or give --set train.total_steps=N",
+            first.saturating_add(steps).saturating_sub(1),
+            total - 1
+        )));
+    }
+    Ok((first, steps))
+}
+
+/// The teacher's parameters as those of a model, and what they are: the teacher that followed the run, else its
+/// weights.
+fn teacher_of(mut state: State) -> (State, &'static str) {
+    let teacher = std::mem::take(&mut state.teacher);
+    let word = if teacher.is_empty() { "the model" } else { "the model's moving average" };
+    // What a teacher does not follow, it reads from the model.
+    state.weights.extend(teacher);
+    (without_objective(state), word)
+}
+
+/// BLAKE3 of tensors: names, shapes and values, by name.
+fn digest(tensors: &BTreeMap<String, Tensor>) -> [u8; 32] {
+    let mut hasher = blake3::Hasher::new();
+    for (name, tensor) in tensors {
+        hasher.update(&(name.len() as u64).to_le_bytes()).update(name.as_bytes());
+        hasher.update(&(tensor.shape.len() as u64).to_le_bytes());
+        for &extent in &tensor.shape {
+            hasher.update(&(extent as u64).to_le_bytes());
+        }
+        match &tensor.data {
+            TensorData::F32(values) => values.iter().for_each(|x| _ = hasher.update(&x.to_le_bytes())),
+            TensorData::U32(values) => values.iter().for_each(|x| _ = hasher.update(&x.to_le_bytes())),
+        }
+    }
+    *hasher.finalize().as_bytes()
+}

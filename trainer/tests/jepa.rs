@@ -1,0 +1,130 @@
+//! The JEPA objective as a user has it: runs, their teachers, and files of targets.
+
+mod process;
+
+use dormouse::checkpoint::{State, newest_good};
+use process::Place;
+use serde_json::Value;
+
+/// Arguments of a short run on the reference.
+fn train<'a>(name: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+    let mut arguments = vec!["train", "--backend", "cpu", "--preset", "tiny", "--name", name, "--steps", "8"];
+    arguments.extend(["--batch", "2", "--seq", "48", "--save-every", "4", "--eval-every", "8", "--log-every", "4"]);
+    for set in ["data.eval_windows=2", "data.eval_bytes=32", "log.sample_bytes=4", "checkpoint.keep_last=9"] {
+        arguments.extend(["--set", set]);
+    }
+    arguments.extend(more);
+    arguments
+}
+
+const SHARED: [&str; 2] = ["--set", "jepa.mode=shared"];
+
+fn state(place: &Place, name: &str) -> State {
+    newest_good(&place.path("runs").join(name).join("checkpoints")).unwrap().loaded.state
+}
+
+fn steps(place: &Place, name: &str) -> Vec<Value> {
+    let text = std::fs::read_to_string(place.path("runs").join(name).join("metrics.jsonl")).unwrap();
+    let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    lines.filter(|line| line["kind"] == "step").collect()
+}
+
+#[test]
+fn a_run_with_a_teacher_saves_it_goes_on_to_the_bit_and_is_used_without_it() {
+    let place = Place::new();
+    let whole = place.run(&train("whole", &SHARED));
+    whole.expect(0, &[]);
+    for words in ["the teacher follows with momentum 0.999", " | jepa 0.", " koleo "] {
+        assert!(whole.out.contains(words), "`{words}` is not in: {}", whole.out);
+    }
+    assert!(steps(&place, "whole").iter().all(|line| line["jepa"].is_f64() && line["koleo"].is_f64()));
+    let teacher = state(&place, "whole").teacher;
+    assert!(teacher.contains_key("kda.q") && teacher != state(&place, "whole").weights);
+    place.run(&train("half", &[&SHARED[..], &["--stop-at-step", "4"]].concat())).expect(0, &[]);
+    place.run(&["train", "--resume", "runs/half"]).expect(0, &[]);
+    assert_eq!(state(&place, "half"), state(&place, "whole"));
+    // The student alone scores and generates.
+    place.run(&["eval", "runs/whole"]).expect(0, &[]);
+    place.run(&["generate", "runs/whole", "--bytes", "3"]).expect(0, &[]);
+    let inspected = place.run(&["inspect", "--run", "runs/whole"]);
+    inspected.expect(0, &[]);
+    assert!(inspected.out.contains("jepa.predictor") && inspected.out.contains(" of teacher"), "{}", inspected.out);
+    // A teacher's file that is damaged or gone is not passed over.
+    let checkpoints = place.path("runs/half/checkpoints");
+    for name in names(&checkpoints) {
+        std::fs::remove_file(checkpoints.join(name).join("teacher.safetensors")).unwrap();
+    }
+    let gone = place.run(&["train", "--resume", "runs/half"]);
+    gone.expect(1, &["no good checkpoint", "teacher.safetensors"]);
+    place.run(&train("x", &["--set", "jepa.targets=y"])).expect(2, &["`jepa.targets` is `y`, and jepa.mode is off"]);
+    place.run(&["train", "--resume", "runs/whole", "--set", "jepa.momentum=0.9"]).expect(2, &["jepa.momentum"]);
+}
+
+fn names(folder: &std::path::Path) -> Vec<String> {
+    std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+}
+
+#[test]
+fn targets_are_written_read_and_refused_where_they_do_not_fit() {
+    let place = Place::new();
+    place.run(&train("first", &SHARED)).expect(0, &[]);
+    let made = place.run(&["jepa-targets", "runs/first", "--out", "a.targets"]);
+    made.expect(0, &[]);
+    for words in ["the teacher is the model's moving average after step 8", "step 8/8 | ", "wrote a.targets"] {
+        assert!(made.out.contains(words), "`{words}` is not in: {}", made.out);
+    }
+    assert!(!place.path("a.targets.tmp").exists());
+    place.run(&["jepa-targets", "runs/first", "--out", "a.targets"]).expect(2, &["exists and is not overwritten"]);
+    place.run(&["jepa-targets", "runs/first", "--out", "no/b"]).expect(4, &["cannot create `no/b.tmp`"]);
+    place.run(&["jepa-targets", "runs/first", "--out", "b", "--steps", "9"]).expect(2, &["0 to 8 are asked for"]);
+    let shape = ["jepa-targets", "runs/first", "--out", "b", "--set", "model.width=64"];
+    place.run(&shape).expect(2, &["`model.width` cannot be changed for targets"]);
+
+    let reading = [&SHARED[..], &["--set", "jepa.targets=a.targets"]].concat();
+    let done = place.run(&train("reading", &reading));
+    done.expect(0, &[]);
+    assert!(done.out.contains("the teacher is frozen: latents of step 8 of another run"), "{}", done.out);
+    assert!(steps(&place, "reading").iter().all(|line| line["jepa"].is_f64()));
+    assert!(state(&place, "reading").teacher.is_empty());
+    // Another seed, shape or length of run, and other data.
+    for (more, words) in [
+        (&["--seed", "3"][..], "was made for seed 0, this run has 3"),
+        (&["--batch", "4"], "was made for rows 2, this run has 4"),
+        (&["--seq", "40"], "was made for len 48, this run has 40"),
+        (&["--steps", "9"], "step 8 is not in"),
+        (&["--data", "other.txt"], "was made for data BLAKE3"),
+    ] {
+        place.file("other.txt", &b"Other words than those, again and again. ".repeat(4000));
+        place.run(&train("refused", &[&reading[..], more].concat())).expect(4, &[words]);
+        assert!(!place.path("runs/refused").exists());
+    }
+    // A file cut short, and one that is none.
+    let bytes = std::fs::read(place.path("a.targets")).unwrap();
+    for (name, bytes, words) in
+        [("cut", &bytes[..bytes.len() - 7], "ends inside"), ("none", &b"text"[..], "not a file of")]
+    {
+        place.file(name, bytes);
+        let targets = format!("jepa.targets={name}");
+        place.run(&train("refused", &[&SHARED[..], &["--set", &targets]].concat())).expect(4, &[words]);
+    }
+
+    // A run goes on with the file it began with; another one under its name is refused.
+    place.run(&train("half", &[&reading[..], &["--stop-at-step", "4"]].concat())).expect(0, &[]);
+    let of_weights = ["jepa-targets", "runs/half", "--out", "b.targets", "--quiet"];
+    place.run(&of_weights).expect(0, &[]);
+    std::fs::rename(place.path("a.targets"), place.path("kept")).unwrap();
+    place.run(&["train", "--resume", "runs/half"]).expect(4, &["cannot open"]);
+    std::fs::rename(place.path("b.targets"), place.path("a.targets")).unwrap();
+    place.run(&["train", "--resume", "runs/half"]).expect(2, &["--allow-change jepa.targets"]);
+    std::fs::rename(place.path("kept"), place.path("a.targets")).unwrap();
+    place.run(&["train", "--resume", "runs/half"]).expect(0, &[]);
+    assert_eq!(state(&place, "half"), state(&place, "reading"));
+    // From a file to a teacher that follows, where the user says so.
+    place.run(&train("over", &[&reading[..], &["--stop-at-step", "4"]].concat())).expect(0, &[]);
+    let over = ["train", "--resume", "runs/over", "--set", "jepa.targets="];
+    place.run(&over).expect(2, &["--allow-change jepa.targets"]);
+    let over = place.run(&[&over[..], &["--allow-change", "jepa.targets"]].concat());
+    over.expect(0, &[]);
+    assert!(over.out.contains("one starts from its weights"), "{}", over.out);
+    assert!(!state(&place, "over").teacher.is_empty());
+}
