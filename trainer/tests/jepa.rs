@@ -87,15 +87,20 @@ fn targets_are_written_read_and_refused_where_they_do_not_fit() {
     assert!(steps(&place, "reading").iter().all(|line| line["jepa"].is_f64()));
     assert!(state(&place, "reading").teacher.is_empty());
     // Another seed, shape or length of run, and other data.
-    for (more, words) in [
-        (&["--seed", "3"][..], "was made for seed 0, this run has 3"),
-        (&["--batch", "4"], "was made for rows 2, this run has 4"),
-        (&["--seq", "40"], "was made for len 48, this run has 40"),
-        (&["--steps", "9"], "step 8 is not in"),
-        (&["--data", "other.txt"], "was made for data BLAKE3"),
+    place.file("other.txt", &b"Other words than those, again and again. ".repeat(4000));
+    for (flag, value, words) in [
+        ("--seed", "3", "was made for seed 0, this run has 3"),
+        ("--batch", "4", "was made for rows 2, this run has 4"),
+        ("--seq", "40", "was made for len 48, this run has 40"),
+        ("--steps", "9", "step 8 is not in"),
+        ("--data", "other.txt", "was made for data BLAKE3"),
     ] {
-        place.file("other.txt", &b"Other words than those, again and again. ".repeat(4000));
-        place.run(&train("refused", &[&reading[..], more].concat())).expect(4, &[words]);
+        let mut arguments = train("refused", &reading);
+        match arguments.iter().position(|word| *word == flag) {
+            Some(at) => arguments[at + 1] = value,
+            None => arguments.extend([flag, value]),
+        }
+        place.run(&arguments).expect(4, &[words]);
         assert!(!place.path("runs/refused").exists());
     }
     // A file cut short, and one that is none.
