@@ -1,12 +1,13 @@
-//! `expert`: y_e = Spectral(act; down), act = silu(Spectral(u; up)) or silu(Spectral(u; gate)) Spectral(u; up).
+//! `expert`: y_e = Spectral(act; down), act = silu(Spectral(u; up)) or silu(Spectral(u; gate)) Spectral(u; up),
+//! with the factors U and V of every map rounded to their format.
 
 use burn_tensor::backend::Backend;
 use dormouse_reference::expert::{Config, Expert, Ffn, Grads, Inputs, Outputs, Params};
-use dormouse_reference::{Error, FactorFormat, Result};
+use dormouse_reference::{Error, Result};
 
 use crate::handle::{Burn, Handle};
 use crate::maths::{flat, silu};
-use crate::shapes::{absent, check, config as option, full};
+use crate::shapes::{absent, check, full};
 use crate::spectral::map;
 use crate::tape::Tape;
 
@@ -21,7 +22,6 @@ impl<B: Backend> Expert for Burn<B> {
     ) -> Result<(Outputs<Handle<B>>, Tape<B>)> {
         const OP: &str = "expert::forward";
         full(OP, config.precision)?;
-        option(OP, "format", config.format == FactorFormat::F32, "f32", config.format)?;
         let gated = config.ffn == Ffn::Swiglu;
         for (arg, there) in [
             ("gate_u", params.gate_u.is_some()),
@@ -44,7 +44,10 @@ impl<B: Backend> Expert for Burn<B> {
         dims.positive(&["E", "D", "F", "R"])?;
         let [n, e, d, f, r] = ["N", "E", "D", "F", "R"].map(|symbol| dims.get(symbol));
         let outputs = vec![("y", [&[e], inputs.u.shape()].concat())];
-        let (mut out, tape) = Tape::run(self, OP, inputs.named(), params.named(), outputs, move |leaves| {
+        let factor = |name: &str| !name.ends_with("_s");
+        let params = params
+            .try_map(|name, x| if factor(name) { self.rounded(OP, name, x, config.format) } else { Ok(x.clone()) })?;
+        let (mut out, tape) = Tape::run(self, OP, inputs.named(), params.as_ref().named(), outputs, move |leaves| {
             let u = leaves.get("u", [1, n, d]).repeat_dim(0, e);
             let s = |name| leaves.get(name, [e, 1, r]);
             let h = map(u.clone(), leaves.get("up_u", [e, d, r]), s("up_s"), leaves.get("up_v", [e, f, r]));

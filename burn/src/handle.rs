@@ -92,7 +92,8 @@ impl<B: Backend> Burn<B> {
         Tensor::from_data(TensorData::new(values, [len]), (&self.device, B::FloatElem::dtype()))
     }
 
-    fn integers_of(&self, values: Vec<i64>) -> Tensor<B, 1, Int> {
+    /// Whole numbers of the host as a flat tensor.
+    pub(crate) fn integers_of(&self, values: Vec<i64>) -> Tensor<B, 1, Int> {
         let len = values.len();
         Tensor::from_data(TensorData::new(values, [len]), (&self.device, B::IntElem::dtype()))
     }
@@ -130,6 +131,17 @@ impl<B: Backend> Burn<B> {
                 Ok(self.read_integers(op, arg, tensor)?.into_data().iter::<i64>().map(|x| x as f64).collect())
             }
         }
+    }
+
+    /// The values of a tensor of whole numbers on the host; see [`Burn::peek`].
+    pub(crate) fn peek_integers(&self, op: &'static str, arg: &'static str, tensor: &Handle<B>) -> Result<Vec<i64>> {
+        Ok(self.read_integers(op, arg, tensor)?.into_data().iter::<i64>().collect())
+    }
+
+    /// The places where a mask, of real or whole numbers, is not 0.
+    pub(crate) fn places(&self, op: &'static str, mask: &Handle<B>) -> Result<Vec<i64>> {
+        let mask = self.peek(op, "mask", mask)?.into_iter().enumerate();
+        Ok(mask.filter(|(_, x)| *x != 0.0).map(|(place, _)| place as i64).collect())
     }
 
     /// The number that a `[1]` tensor holds.
@@ -192,6 +204,13 @@ impl<B: Backend> Burn<B> {
             shape: shape.into(),
             life: self.scratch_life(),
         }
+    }
+
+    /// The same for whole numbers, stored as `u32`.
+    pub(crate) fn scratch_of_integers(&self, values: Vec<i64>, shape: &[usize]) -> Handle<B> {
+        assert_eq!(values.len(), shape.iter().product::<usize>(), "a result fills its shape");
+        let buffer = Rc::new(Buffer::Integer(RefCell::new(self.integers_of(values)), DType::U32));
+        Handle { buffer, start: 0, shape: shape.into(), life: self.scratch_life() }
     }
 
     fn scratch_life(&self) -> Life {

@@ -43,6 +43,19 @@ pub fn config(op: &'static str, field: &'static str, good: bool, expected: &str,
     Err(Error::Config { op, field, expected: expected.to_owned(), got: got.to_string() })
 }
 
+/// Refuses an eps that lets something divide by zero or leaves nothing of what it is added to.
+pub fn small(op: &'static str, field: &'static str, eps: f64) -> Result<()> {
+    config(op, field, eps > 0.0 && eps.is_finite(), "greater than zero", eps)
+}
+
+/// Refuses anything but `[1]`.
+pub fn number<B: Backend>(op: &'static str, arg: &'static str, tensor: &Handle<B>) -> Result<()> {
+    if *tensor.shape() == [1] {
+        return Ok(());
+    }
+    Err(Error::Shape { op, arg, expected: "[1]".to_owned(), got: tensor.shape().to_vec() })
+}
+
 /// Refuses rounded operands: an oracle computes in full precision.
 pub fn full(op: &'static str, precision: Precision) -> Result<()> {
     let good = precision == Precision::Full;

@@ -1,13 +1,13 @@
-//! `spectral`: y = ((x U) * s) V^T.
+//! `spectral`: y = ((x U) * s) V^T, with U and V rounded to their format.
 
 use burn_tensor::Tensor;
 use burn_tensor::backend::Backend;
+use dormouse_reference::Result;
 use dormouse_reference::spectral::{Config, Grads, Inputs, Outputs, Params, Spectral};
-use dormouse_reference::{FactorFormat, Result};
 
 use crate::handle::{Burn, Handle};
 use crate::maths::flat;
-use crate::shapes::{absent, check, config as option, full, with_last};
+use crate::shapes::{absent, check, full, with_last};
 use crate::tape::Tape;
 
 /// ((x U) * s) V^T for a stack of maps: x `[E, N, I]` or `[1, N, I]`, U `[E, I, R]`, s `[E, 1, R]`, V `[E, O, R]`.
@@ -26,7 +26,6 @@ impl<B: Backend> Spectral for Burn<B> {
     ) -> Result<(Outputs<Handle<B>>, Tape<B>)> {
         const OP: &str = "spectral::forward";
         full(OP, config.precision)?;
-        option(OP, "format", config.format == FactorFormat::F32, "f32", config.format)?;
         let args = [inputs.clone().named(), params.clone().named()].concat();
         let dims = check(OP, &args, |name| match name {
             "x" => &["..", "I"],
@@ -37,6 +36,8 @@ impl<B: Backend> Spectral for Burn<B> {
         dims.positive(&["I", "R", "O"])?;
         let [n, i, r, o] = ["N", "I", "R", "O"].map(|symbol| dims.get(symbol));
         let outputs = vec![("y", with_last(inputs.x.shape(), o))];
+        let (u, v) = (self.rounded(OP, "u", params.u, config.format)?, self.rounded(OP, "v", params.v, config.format)?);
+        let params = Params { u: &u, v: &v, ..params };
         let (mut out, tape) = Tape::run(self, OP, inputs.named(), params.named(), outputs, move |leaves| {
             let (u, s, v) = (leaves.get("u", [1, i, r]), leaves.get("s", [1, 1, r]), leaves.get("v", [1, o, r]));
             vec![flat(map(leaves.get("x", [1, n, i]), u, s, v))]

@@ -122,7 +122,10 @@ impl<B: Backend> Tape<B> {
             if n >= self.inputs {
                 let (_, sum) =
                     into.iter().find(|(i, _)| i == name).expect("every parameter has a place, checked above");
-                same_shape(op, name, sum, shape)?;
+                if sum.shape() != &shape[..] {
+                    let (expected, got) = (format!("{shape:?}"), sum.shape().to_vec());
+                    return Err(Error::Shape { op, arg: name, expected, got });
+                }
                 b.write(op, name, sum, b.read(op, name, sum)? + gradient)?;
                 continue;
             }
@@ -159,7 +162,7 @@ impl<B: Backend> Tape<B> {
     }
 }
 
-/// Refuses a gradient with another shape than what it is the gradient of. Leading axes may be split otherwise.
+/// Refuses a gradient with another shape than the activation it is the gradient of. Leading axes may be split otherwise.
 fn same_shape<B: Backend>(op: &'static str, arg: &'static str, tensor: &Handle<B>, shape: &[usize]) -> Result<()> {
     let len = shape.iter().product::<usize>();
     if tensor.len() == len && tensor.shape().last() == shape.last() {

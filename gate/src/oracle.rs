@@ -1,4 +1,4 @@
-//! The oracle of gate `oracle`, Burn on the CPU in `f64`, and the fault that only somebody else's gradients can see.
+//! The oracle of gate `oracle`, Burn on the CPU in `f64`, and the fault that only what other people wrote can see.
 
 use std::any::Any;
 
@@ -12,17 +12,24 @@ use dormouse_harness::ops::cross_entropy::CrossEntropyOp;
 use dormouse_harness::ops::decay_gate::DecayGateOp;
 use dormouse_harness::ops::ema::EmaOp;
 use dormouse_harness::ops::embedding::EmbeddingOp;
+use dormouse_harness::ops::engram::EngramOp;
+use dormouse_harness::ops::engram_hash::EngramHashOp;
 use dormouse_harness::ops::expert::ExpertOp;
 use dormouse_harness::ops::gated_rms_norm::GatedRmsNormOp;
+use dormouse_harness::ops::jepa::JepaOp;
 use dormouse_harness::ops::kda::KdaOp;
+use dormouse_harness::ops::koleo::KoleoOp;
 use dormouse_harness::ops::l2_norm::L2NormOp;
+use dormouse_harness::ops::layer_norm::LayerNormOp;
 use dormouse_harness::ops::linear::LinearOp;
+use dormouse_harness::ops::mask_vector::MaskVectorOp;
 use dormouse_harness::ops::muon::MuonOp;
 use dormouse_harness::ops::record::RecordOp;
 use dormouse_harness::ops::residual::ResidualOp;
 use dormouse_harness::ops::retract::RetractOp;
 use dormouse_harness::ops::retract_all::RetractAllOp;
 use dormouse_harness::ops::rms_norm::RmsNormOp;
+use dormouse_harness::ops::row_adam::RowAdamOp;
 use dormouse_harness::ops::sanitise::SanitiseOp;
 use dormouse_harness::ops::short_conv::ShortConvOp;
 use dormouse_harness::ops::spectral::SpectralOp;
@@ -33,7 +40,7 @@ use ndarray::ArrayD;
 use proptest::strategy::{BoxedStrategy, Strategy};
 use rand_chacha::ChaCha8Rng;
 
-/// An operation's oracle; none for an operation that Burn does not have.
+/// An operation's oracle. Every operation has one; without it gate `oracle` would not run.
 ///
 /// Whoever walks all operations knows of each only that the reference runs it, so the oracle is looked up by type.
 pub fn of<O: Operation>() -> Option<Box<dyn Runner<O>>> {
@@ -43,8 +50,9 @@ pub fn of<O: Operation>() -> Option<Box<dyn Runner<O>>> {
         };
     }
     let all = oracles!(
-        AdamwOp BlendOp ControllerOp CrossEntropyOp DecayGateOp EmaOp EmbeddingOp ExpertOp GatedRmsNormOp KdaOp L2NormOp
-        LinearOp MuonOp RecordOp ResidualOp RetractAllOp RetractOp RmsNormOp SanitiseOp ShortConvOp SpectralOp
+        AdamwOp BlendOp ControllerOp CrossEntropyOp DecayGateOp EmaOp EmbeddingOp EngramHashOp EngramOp ExpertOp
+        GatedRmsNormOp JepaOp KdaOp KoleoOp L2NormOp LayerNormOp LinearOp MaskVectorOp MuonOp RecordOp ResidualOp
+        RetractAllOp RetractOp RmsNormOp RowAdamOp SanitiseOp ShortConvOp SpectralOp
     );
     all.into_iter().find_map(|oracle| oracle.downcast::<Box<dyn Runner<O>>>().ok()).map(|oracle| *oracle)
 }

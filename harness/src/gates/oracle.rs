@@ -5,19 +5,19 @@
 //! wrote from the same reading of the equation. What both have wrong alike, only somebody else can see. The harness knows
 //! no such library: whoever runs the gate gives it the oracle as a runner.
 
-use super::{Context, Outcome, compare_runs, full_run, over_device_cases, text, usual_sizes};
+use super::{Context, Outcome, compare_runs, full_run, over_cases, text, usual_sizes};
 use crate::description::{Gate, Operation};
 use crate::runner::Runner;
 
 /// Runs the gate: every output and every gradient of every case against the oracle's, both in f64.
 ///
 /// The tolerance is that of gate `form`, two orders of operation of one formula in f64, and the oracle is the trusted side:
-/// it says how large a gradient usually is. Options that only the reference has are left out, as on devices.
+/// it says how large a gradient usually is. No case is left out: an oracle has every option that the reference has.
 pub fn gate<O: Operation>(oracle: Option<&dyn Runner<O>>, runner: &dyn Runner<O>, context: &Context) -> Outcome {
     let Some(oracle) = oracle else {
         return Outcome::not_run("this build has no oracle");
     };
-    over_device_cases::<O>(Gate::Oracle, context, |case, rng| {
+    over_cases::<O>(Gate::Oracle, context, |case, rng| {
         let (inputs, upstream, run) = full_run(runner, case, rng)?;
         let told = oracle.run(&case.config, &inputs, upstream.as_ref()).map_err(text)?;
         let usual = usual_sizes::<O>(case, &told, rng, |upstream| {
