@@ -21,7 +21,7 @@ use crate::progress::say;
 use crate::run::RunFolder;
 use crate::signals::Stop;
 use crate::train::{self, Build, Learner, Limits, parameter_table};
-use crate::{bench, check};
+use crate::{bench, check, compare};
 
 /// Runs a subcommand and turns its error, if any, into a message and an exit code.
 pub fn run(command: Command, build: Build) -> ExitCode {
@@ -35,6 +35,7 @@ pub fn run(command: Command, build: Build) -> ExitCode {
         Command::Atlas(command) => atlas(&command),
         Command::Check(arguments) => check::command(&arguments),
         Command::Bench(arguments) => bench::command(&arguments, build),
+        Command::Compare(arguments) => compare::command(&arguments, build, &command_line()),
         Command::Replay(arguments) => replay(&arguments, build),
     };
     finish(done)
