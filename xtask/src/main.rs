@@ -5,6 +5,7 @@
 
 mod bench;
 mod bundle;
+mod cases;
 mod docs;
 mod golden;
 mod ptx;
