@@ -20,6 +20,7 @@ use dormouse_reference::{Dual, Reference};
 
 #[cfg(feature = "devices")]
 mod devices;
+mod list;
 #[cfg(feature = "oracle")]
 mod oracle;
 
@@ -70,6 +71,9 @@ struct Args {
     /// Print tab-separated lines: stem gate backend cases worst_over_tol status reason.
     #[arg(long)]
     tsv: bool,
+    /// List the gates of the chosen operations and the mutants that each must catch, tab-separated; runs nothing.
+    #[arg(long, conflicts_with_all = ["mutant", "mutants"])]
+    list: bool,
     /// Run only on these backends: cpu, lavapipe, cuda (comma-separated; all by default).
     #[arg(long, value_delimiter = ',')]
     backend: Vec<String>,
@@ -126,6 +130,12 @@ fn run(args: &Args) -> Result<ExitCode> {
     }
     if args.mutant.is_some() && args.stems.len() != 1 {
         bail!("--mutant needs exactly one operation, such as `cargo xtask gate kda --mutant dq-zero`");
+    }
+    if args.list {
+        let mut list = list::List { stems: &args.stems, golden: &args.golden, lines: Vec::new() };
+        visit_all(&mut list);
+        println!("{}\n{}", list::COLUMNS, list.lines.join("\n"));
+        return Ok(ExitCode::SUCCESS);
     }
     #[cfg(feature = "devices")]
     if args.ptx {

@@ -23,6 +23,39 @@ fn mutants_of_the_reference_and_of_kernels_are_listed_with_the_gate_that_catches
 }
 
 #[test]
+fn the_list_has_every_gate_and_as_many_mutants_as_the_other_list() {
+    let (list, mutants) = (gate(&["--list", "--tsv"]), gate(&["--mutants"]));
+    assert!(list.status.success() && mutants.status.success());
+    let (list, mutants) = (text(&list.stdout), text(&mutants.stdout));
+    let rows: Vec<Vec<&str>> = list.lines().map(|line| line.split('\t').collect()).collect();
+    assert_eq!(rows[0].join(" "), "stem gate backend cases mutants status reason");
+    let number = |stem: &str, gate: &str, backend: &str| -> usize {
+        let row = rows.iter().find(|row| row[..3] == [stem, gate, backend]).unwrap_or_else(|| panic!("{stem} {gate}"));
+        row[4].parse().unwrap()
+    };
+    let planted = |stem: &str, gate: &str, backend: &str| {
+        let of = mutants.lines().map(|line| line.split('\t').collect::<Vec<_>>());
+        of.filter(|row| {
+            row[..2] != [stem, "misread"] && row[0] == stem && row[2] == gate && row[3].starts_with(backend)
+        })
+        .count()
+    };
+    for stem in ["kda", "rms_norm", "adamw"] {
+        for gate in ["fd", "adj", "form", "diff", "meta", "det"] {
+            assert_eq!(number(stem, gate, "cpu"), planted(stem, gate, "cpu"), "{stem} {gate}");
+        }
+        for gate in ["diff", "meta", "poison", "det"] {
+            assert_eq!(number(stem, gate, "device"), planted(stem, gate, "lavapipe"), "{stem} {gate} of kernels");
+        }
+    }
+    let status = |stem: &str, gate: &str| rows.iter().find(|row| row[..2] == [stem, gate]).unwrap()[5];
+    assert_eq!(
+        (status("adamw", "fd"), status("kda", "fd"), status("engram_hash", "golden")),
+        ("N/A", "RUNS", "NOTRUN")
+    );
+}
+
+#[test]
 fn a_wrong_command_line_ends_with_2_and_says_what_there_is() {
     for (arguments, words) in [
         (&["rms_nrom"][..], "no operation `rms_nrom`; there are adamw"),

@@ -470,7 +470,7 @@ mod tests {
     }
 
     #[test]
-    fn no_scale_of_the_gradient_changes_the_update_in_f32() {
+    fn i2_no_scale_of_the_gradient_changes_the_update_in_f32() {
         let table = config(vec![matrix(0, [1, 4, 9])]);
         let once = step::<f32>(&table, &wave(36));
         for exponent in [-66, -20, 20, 66] {
@@ -487,7 +487,7 @@ mod tests {
     }
 
     #[test]
-    fn a_matrix_without_gradient_keeps_every_bit_of_weights_and_momentum() {
+    fn i1_a_matrix_without_gradient_keeps_every_bit_of_weights_and_momentum() {
         let grads = [wave(6), vec![0.0; 6]].concat();
         let f = Fixture::<f32>::new(&wave(12), &grads, 0.1, 1.0);
         f.b.upload(Array1::from(wave(12)).into_dyn().view(), &f.state.m).unwrap();

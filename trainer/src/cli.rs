@@ -20,6 +20,7 @@ use crate::train::{Request, Resume, Watch};
   dormouse train --resume auto                       go on with the newest run
   dormouse generate runs/NAME --prompt 'In the '     let a trained model write
   dormouse anchors --data my-texts/                  what counting alone reaches on the same windows
+  dormouse compare --set optimizer.lr=1e-3           is that better than what a seed alone changes?
 
 Exit codes: 0 done, 1 run failure, 2 usage, 3 not finite, 4 data, 130 interrupted twice."
 )]
@@ -51,6 +52,8 @@ pub enum Command {
     Check(CheckArgs),
     /// Time the training step.
     Bench(BenchArgs),
+    /// Compare configurations over several seeds: WIN, TIE or LOSS on held-out bits per byte.
+    Compare(Box<CompareArgs>),
     /// Run the batch of a bundle that a run left when it stopped being finite.
     Replay(ReplayArgs),
     /// Write the latents of a trained model to a file that a JEPA run reads instead of running a teacher.
@@ -480,6 +483,82 @@ impl BenchArgs {
         let mut sources = self.run.over(self.config.sources());
         sources.flags.extend(self.batch.map(|rows| ("train.batch_rows".to_owned(), Value::Integer(rows.into()))));
         sources
+    }
+}
+
+/// Arguments of `compare`.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  dormouse compare --set optimizer.lr=1e-3            `nano` against itself at another rate, 3 seeds
+  dormouse compare --control tiny --set optimizer.muon_iterations=5 --both optimizer.rule=muon --seeds 5
+  dormouse compare --control base.toml --candidate wide.toml --candidate deep.toml --tsv result.tsv
+  dormouse compare --control tiny --steps 600 --data my-texts/ --set model.iterations=3
+
+A candidate file is laid over the control's configuration; one that names a `preset` is a configuration of its own.
+LOSS: the candidate's mean is above the control's highest score, or a run of it was not finite.
+WIN: its mean is below the control's lowest score and its spread is not above the control's. TIE: everything else.
+The verdict is no exit code. A run is made once: after Ctrl-C, which saves, the same command goes on.")]
+pub struct CompareArgs {
+    /// Preset or TOML file of the control.
+    #[arg(long, value_name = "FILE|PRESET", default_value = "nano", help_heading = "Configuration")]
+    pub control: String,
+    /// TOML file of a candidate; may be repeated.
+    #[arg(long, value_name = "FILE", help_heading = "Configuration")]
+    pub candidate: Vec<PathBuf>,
+    /// One value of every candidate by its key, for example optimizer.lr=1e-3; may be repeated.
+    #[arg(long, value_name = "KEY=VALUE", help_heading = "Configuration")]
+    pub set: Vec<String>,
+    /// One value of control and candidates alike; may be repeated.
+    #[arg(long, value_name = "KEY=VALUE", help_heading = "Configuration")]
+    pub both: Vec<String>,
+    /// Seeds, counted up from the first; 3 or more.
+    #[arg(long, value_name = "N", default_value_t = 3, help_heading = "Configuration")]
+    pub seeds: u32,
+    /// The first seed.
+    #[arg(long, value_name = "N", help_heading = "Configuration", value_parser = clap::value_parser!(u64).range(..=i64::MAX as u64))]
+    pub seed: Option<u64>,
+    /// File or folder of bytes that all train on [default: the text that ships with dormouse].
+    #[arg(long, value_name = "PATH", help_heading = "Data", value_parser = text_path)]
+    pub data: Option<PathBuf>,
+    /// File or folder of bytes that all are scored on [default: blocks held out of the training bytes].
+    #[arg(long, value_name = "PATH", help_heading = "Data", value_parser = text_path)]
+    pub eval: Option<PathBuf>,
+    /// Predicted bytes a row, of all.
+    #[arg(long, value_name = "BYTES", help_heading = "Data")]
+    pub seq: Option<u32>,
+    /// Optimiser updates in every run.
+    #[arg(long, value_name = "N", help_heading = "Training")]
+    pub steps: Option<u32>,
+    /// Rows in a step of every run.
+    #[arg(long, value_name = "ROWS", help_heading = "Training")]
+    pub batch: Option<u32>,
+    /// What computes all runs.
+    #[command(flatten)]
+    pub run: RunArgs,
+    /// Folder of the run folders.
+    #[arg(long, value_name = "FOLDER", default_value = "runs/compare", help_heading = "Run")]
+    pub runs: PathBuf,
+    /// Write the table to this file, tab-separated.
+    #[arg(long, value_name = "FILE", help_heading = "Run")]
+    pub tsv: Option<PathBuf>,
+    /// Count runs that another build of dormouse made, too.
+    #[arg(long, help_heading = "Run")]
+    pub any_build: bool,
+}
+
+impl CompareArgs {
+    /// What control and candidates have alike, as (key, value).
+    pub fn flags(&self) -> Vec<(String, Value)> {
+        let mut flags = Vec::new();
+        let mut push = |key: &str, value: Option<Value>| flags.extend(value.map(|value| (key.to_owned(), value)));
+        let integer = |value: Option<u32>| value.map(|value| Value::Integer(value.into()));
+        push("data.path", self.data.as_ref().map(|path| path_value(path)));
+        push("data.eval_path", self.eval.as_ref().map(|path| path_value(path)));
+        push("data.seq_bytes", integer(self.seq));
+        push("train.total_steps", integer(self.steps));
+        push("train.batch_rows", integer(self.batch));
+        push("seed", self.seed.map(whole));
+        flags
     }
 }
 

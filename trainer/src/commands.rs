@@ -19,7 +19,7 @@ use crate::progress::say;
 use crate::run::RunFolder;
 use crate::signals::Stop;
 use crate::train::{self, Build, Learner, Limits};
-use crate::{bench, check, inspect, jepa_targets};
+use crate::{bench, check, compare, inspect, jepa_targets};
 
 /// Runs a subcommand and turns its error, if any, into a message and an exit code.
 pub fn run(command: Command, build: Build) -> ExitCode {
@@ -33,6 +33,7 @@ pub fn run(command: Command, build: Build) -> ExitCode {
         Command::Atlas(command) => atlas(&command),
         Command::Check(arguments) => check::command(&arguments),
         Command::Bench(arguments) => bench::command(&arguments, build),
+        Command::Compare(arguments) => compare::command(&arguments, build, &command_line()),
         Command::Replay(arguments) => replay(&arguments, build),
         Command::JepaTargets(arguments) => jepa_targets::command::run(&arguments, build),
     };

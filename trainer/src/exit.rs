@@ -34,7 +34,7 @@ impl Exit {
             if cause.is::<ConfigError>() {
                 return Exit::Usage;
             }
-            if cause.is::<NonFiniteStop>() || cause.is::<NonFiniteResult>() {
+            if cause.is::<NonFiniteStop>() || cause.is::<NonFiniteResult>() || cause.is::<NonFiniteControl>() {
                 return Exit::NonFinite;
             }
         }
@@ -82,9 +82,19 @@ pub struct NonFiniteResult {
     pub step: u64,
 }
 
+/// The control of a comparison was not finite, so there is nothing to hold a candidate against.
+#[derive(Debug, thiserror::Error)]
+#[error("compare: the control was not finite with seed {seed}, so nothing can be held against it: {why}")]
+pub struct NonFiniteControl {
+    /// Of its run.
+    pub seed: u64,
+    /// What the run said.
+    pub why: String,
+}
+
 #[cfg(test)]
 mod tests {
-    use super::{Exit, NonFiniteResult, NonFiniteStop};
+    use super::{Exit, NonFiniteControl, NonFiniteResult, NonFiniteStop};
     use crate::config::ConfigError;
     use crate::data::DataError;
     use crate::jepa_targets::TargetsError;
@@ -102,6 +112,8 @@ mod tests {
         assert_eq!(Exit::of(&anyhow::Error::from(stop).context("c")), Exit::NonFinite);
         let result = NonFiniteResult { what: "`head.u`".into(), step: 2 };
         assert_eq!(Exit::of(&anyhow::Error::from(result).context("c")), Exit::NonFinite);
+        let control = NonFiniteControl { seed: 1, why: "w".into() };
+        assert_eq!(Exit::of(&anyhow::Error::from(control).context("c")), Exit::NonFinite);
         assert_eq!(Exit::of(&anyhow::anyhow!("other")), Exit::Failed);
     }
 

@@ -11,6 +11,7 @@ pub mod check;
 pub mod checkpoint;
 pub mod cli;
 pub mod commands;
+pub mod compare;
 pub mod config;
 pub mod data;
 pub mod exit;

@@ -12,34 +12,41 @@ use crate::train::Aux;
 pub struct Reporter {
     bar: Option<ProgressBar>,
     quiet: bool,
+    /// What the lines of steps begin with, where several runs share a terminal; all other lines go to `out` alone.
+    label: Option<String>,
     out: RefCell<Box<dyn Write>>,
 }
 
 impl Reporter {
     /// A bar of `total_steps` if both outputs are a terminal, plain lines otherwise; with `quiet` only results and warnings.
     pub fn new(total_steps: u64, quiet: bool) -> Reporter {
-        let terminal = std::io::stdout().is_terminal() && std::io::stderr().is_terminal();
-        let bar = (terminal && !quiet).then(|| {
-            let style =
-                ProgressStyle::with_template("{bar:16} {wide_msg}").expect("the template is a constant that parses");
-            ProgressBar::new(total_steps).with_style(style)
-        });
-        Reporter { bar, quiet, out: RefCell::new(Box::new(std::io::stdout())) }
+        let bar = if quiet { None } else { bar(total_steps) };
+        Reporter { bar, quiet, label: None, out: RefCell::new(Box::new(std::io::stdout())) }
+    }
+
+    /// The lines of one run of several: those of steps go to the terminal, under `label`, and every line to `log`.
+    pub fn labelled(total_steps: u64, label: &str, log: Box<dyn Write>) -> Reporter {
+        Reporter { bar: bar(total_steps), quiet: false, label: Some(label.to_owned()), out: RefCell::new(log) }
     }
 
     /// Plain lines to `out`.
     pub fn plain(out: Box<dyn Write>, quiet: bool) -> Reporter {
-        Reporter { bar: None, quiet, out: RefCell::new(out) }
+        Reporter { bar: None, quiet, label: None, out: RefCell::new(out) }
     }
 
     /// Progress of the steps: moves the bar, or prints the line.
     pub fn step(&self, done: u64, line: &str) {
+        let shown = self.label.as_ref().map_or_else(|| line.to_owned(), |label| format!("{label} | {line}"));
         match &self.bar {
             Some(bar) => {
                 bar.set_position(done);
-                bar.set_message(line.to_owned());
+                bar.set_message(shown);
             }
+            None if self.label.is_some() => say(&shown),
             None => self.note(line),
+        }
+        if self.label.is_some() {
+            self.note(line);
         }
     }
 
@@ -59,8 +66,14 @@ impl Reporter {
     pub fn warn(&self, line: &str) {
         // Standard error may be closed; a warning that cannot be shown must not end the run.
         self.above_bar(|| {
-            let _ = writeln!(std::io::stderr(), "warning: {line}");
+            let _ = match &self.label {
+                Some(label) => writeln!(std::io::stderr(), "warning: {label}: {line}"),
+                None => writeln!(std::io::stderr(), "warning: {line}"),
+            };
         });
+        if self.label.is_some() {
+            self.result(&format!("warning: {line}"));
+        }
     }
 
     /// Removes the bar.
@@ -76,6 +89,16 @@ impl Reporter {
             None => print(),
         }
     }
+}
+
+/// A bar of `total_steps`, where both outputs are a terminal.
+fn bar(total_steps: u64) -> Option<ProgressBar> {
+    let terminal = std::io::stdout().is_terminal() && std::io::stderr().is_terminal();
+    terminal.then(|| {
+        let style =
+            ProgressStyle::with_template("{bar:16} {wide_msg}").expect("the template is a constant that parses");
+        ProgressBar::new(total_steps).with_style(style)
+    })
 }
 
 /// Prints a line to standard output. A reader that went away (`| head`) is no reason to end a run.

@@ -5,6 +5,8 @@
 
 mod bench;
 mod bundle;
+mod cases;
+mod docs;
 mod golden;
 mod ptx;
 mod receipts;
@@ -26,6 +28,7 @@ use clap::{Parser, Subcommand};
                   cargo xtask gate --help      what a gate run can be told\n  \
                   cargo xtask receipts check   which fused kernels have been shown to be right\n  \
                   cargo xtask golden check     the reference against other people's implementations\n  \
+                  cargo xtask docs --check     whether generated tables are what the descriptions say\n  \
                   cargo xtask ci               what continuous integration runs"
 )]
 struct Args {
@@ -75,9 +78,15 @@ enum Task {
         #[command(subcommand)]
         task: golden::Task,
     },
+    /// Write the tables of the documentation that follow from the descriptions of operations.
+    Docs {
+        /// Write nothing and fail if one is stale.
+        #[arg(long)]
+        check: bool,
+    },
     /// Check what the compiler does not: stems, docs, sizes, licences.
     Tidy,
-    /// Format check, tidy, lints as errors, documentation.
+    /// Format check, tidy, generated tables, lints as errors, documentation.
     Lint,
     /// `lint`, then `test`.
     Ci,
@@ -134,6 +143,7 @@ fn run(task: Task) -> Result<()> {
             let out = gate_binary(&root)?.args(rest).output().context("cannot run the gate binary")?;
             Ok(String::from_utf8_lossy(&out.stdout).into_owned())
         }),
+        Task::Docs { check } => write_docs(&root, check),
         Task::Tidy => tidy::check(&root),
         Task::Lint => lint(&root),
         Task::Ci => lint(&root).and_then(|()| run(Task::Test { require: "cpu".to_owned(), rest: Vec::new() })),
@@ -254,11 +264,20 @@ fn bench_step(root: &Path, rest: &[String]) -> Result<()> {
     must(Command::new(&program).current_dir(root).args(["bench", "--append", "benches/history.tsv"]).args(rest))
 }
 
+/// Asks the gate binary what there is, which runs no gate, and writes or checks the tables made of it.
+fn write_docs(root: &Path, check: bool) -> Result<()> {
+    let out = gate_binary(root)?.args(["--list", "--tsv"]).output().context("cannot run the gate binary")?;
+    exited(out.status)?;
+    docs::run(root, check, &String::from_utf8(out.stdout).context("the gate binary's list is not text")?)
+}
+
 fn lint(root: &Path) -> Result<()> {
     step("format");
     must(cargo(root).args(["fmt", "--all", "--", "--check"]))?;
     step("tidy");
     tidy::check(root)?;
+    step("tables of the documentation");
+    write_docs(root, true)?;
     step("lints");
     must(cargo(root).args(["clippy", "--workspace", "--all-targets", "--locked", "--", "-D", "warnings"]))?;
     step("docs");

@@ -34,9 +34,12 @@ const LICENCES: [&str; 14] = [
 pub fn check(root: &Path) -> Result<()> {
     let mut faults = Vec::new();
     let files = tracked(root)?;
-    for file in files.iter().filter(|f| f.extension().is_some_and(|e| e == "rs")) {
+    let sources: Vec<&Path> =
+        files.iter().map(PathBuf::as_path).filter(|f| f.extension().is_some_and(|e| e == "rs")).collect();
+    for file in &sources {
         source(root, file, &mut faults)?;
     }
+    faults.extend(crate::cases::faults(root, &sources)?);
     faults.extend(crate::golden::faults(root)?.into_iter().map(|fault| format!("golden: {fault}")));
     stems(root, &mut faults)?;
     licences(root, &mut faults)?;

@@ -17,6 +17,7 @@ use crate::data::{Batch, Data, KeyPlan, Prefetch, Segment};
 use crate::exit::{NonFiniteResult, NonFiniteStop};
 use crate::host;
 use crate::instruments::Engagement;
+use crate::instruments::bound::StepCost;
 use crate::progress::{Reporter, StepLine, gib, printable};
 use crate::run::{JsonLines, RunFolder};
 use crate::schedule::Schedule;
@@ -46,6 +47,8 @@ pub enum Ending {
         score: Score,
         /// What it is compared with.
         anchors: Anchors,
+        /// What a warm step of this process did and took, where the backend counts it.
+        cost: Option<StepCost>,
     },
     /// Stopped early and saved.
     Stopped {
@@ -436,7 +439,8 @@ impl Session {
             self.reporter.result(&format!("peak memory {:.2} GiB", gib(peak)));
         }
         self.print_commands(true);
-        Ok(Ending::Finished { score, anchors })
+        let cost = self.watcher.cost(&*self.learner).map(|(cost, _)| cost);
+        Ok(Ending::Finished { score, anchors, cost })
     }
 
     fn print_commands(&self, finished: bool) {

@@ -146,7 +146,7 @@ fn steps_in(run: &Path) -> Vec<u64> {
 fn a_run_learns_and_leaves_everything_it_promised() {
     let place = Place::new();
     let (ending, text) = printed(&place.request("a", &[]), None).unwrap();
-    let Ending::Finished { score, anchors } = ending else { panic!("the run did not finish") };
+    let Ending::Finished { score, anchors, .. } = ending else { panic!("the run did not finish") };
     let run = place.run("a");
     let kn: Vec<String> = anchors.kn.iter().enumerate().map(|(i, bits)| format!("kn{}={bits:.4}", i + 1)).collect();
     let last = format!("final held-out bpb model={:.4} {} windows=8", score.bpb, kn.join(" "));
