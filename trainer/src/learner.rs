@@ -289,7 +289,8 @@ impl<B: Backend + Witness> ModelLearner<B> {
             let targets = b.view(&self.targets, start, &[part_rows, t])?;
             let keys = |plain| self.memory.as_ref().map(|memory| memory.part(b, part, plain)).transpose();
             let (keys, plain_keys) = (keys(false)?, keys(true)?);
-            let batch = model::Batch { ids: &ids, targets: Some(&targets), denominator: rows * t, memory: memory(&keys) };
+            let batch =
+                model::Batch { ids: &ids, targets: Some(&targets), denominator: rows * t, memory: memory(&keys) };
             if let Some(jepa) = &self.jepa {
                 self.objective_gradients(b, jepa, part, &batch, memory(&plain_keys))?;
                 continue;

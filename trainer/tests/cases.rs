@@ -30,7 +30,8 @@ fn batch(config: &Config, step: u64) -> Batch {
         97 + ((x >> 40) % 26) as u8
     };
     let first = step * (rows * (len + 1)) as u64;
-    Batch { step, rows, len, bytes: (first..first + (rows * (len + 1)) as u64).map(letter).collect() }
+    let bytes = (first..first + (rows * (len + 1)) as u64).map(letter).collect();
+    Batch { step, rows, len, bytes, keys: None, mask: None }
 }
 
 fn steps(learner: &mut dyn Learner, config: &Config, range: std::ops::Range<u64>) -> Vec<StepRecord> {

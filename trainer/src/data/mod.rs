@@ -97,7 +97,9 @@ impl Batch {
         let mask = match (plan.jepa, &self.mask) {
             (JepaMode::Off, _) => None,
             (_, Some(mask)) => Some(ArrayView2::from_shape((self.rows, self.len), mask)?),
-            (mode, None) => anyhow::bail!("step {}: the batch has no mask, and jepa.mode is {}", self.step, mode.word()),
+            (mode, None) => {
+                anyhow::bail!("step {}: the batch has no mask, and jepa.mode is {}", self.step, mode.word())
+            }
         };
         Ok(plan.keys(self.ids().view(), mask))
     }

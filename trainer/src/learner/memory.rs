@@ -180,7 +180,11 @@ impl<B: Backend> MemoryPart<B> {
                 touched.sort_unstable();
                 touched.dedup();
                 let unique = touched.iter().map(|&slot| all.unique[slot]).collect();
-                Ok(Some(Names { resident: all.unique.len(), moved: Compact { unique, slots: Vec::new() }, ranks: touched }))
+                Ok(Some(Names {
+                    resident: all.unique.len(),
+                    moved: Compact { unique, slots: Vec::new() },
+                    ranks: touched,
+                }))
             }
         }
     }

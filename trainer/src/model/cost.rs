@@ -163,7 +163,10 @@ mod tests {
         let mut config = preset("tiny").unwrap();
         let plain = MemoryClasses::of(&config, &grouped(&config));
         let len = 4 * grouped(&config).len() as u64;
-        assert_eq!(plain, MemoryClasses { weights: len, gradients: len, moments: 2 * len, teacher: 0, table: 0, room: 0 });
+        assert_eq!(
+            plain,
+            MemoryClasses { weights: len, gradients: len, moments: 2 * len, teacher: 0, table: 0, room: 0 }
+        );
         config.model.engram = Engram::Device;
         let device = MemoryClasses::of(&config, &grouped(&config));
         assert_eq!(device.table, 4 * (4 * 12_288 * 32 + 12_288));
