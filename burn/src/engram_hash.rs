@@ -1,6 +1,8 @@
-//! `engram_hash`: row_n(p) = (h xor (h >> 32)) mod rows + j rows, h = FNV-1a of the length and the symbols of the last n.
+//! `engram_hash`: row_n(p) = (h xor (h >> 32)) mod rows + j rows, h = FNV-1a of the length and the symbols of the last
+//! n.
 //!
-//! Burn's whole numbers have 64 bits with a sign, and an overflow of theirs is a mistake, so h travels in two halves of 32.
+//! Burn's whole numbers have 64 bits with a sign, and an overflow of theirs is a mistake, so h travels in two halves of
+//! 32.
 
 use burn_tensor::backend::Backend;
 use burn_tensor::{Bool, Int, Tensor};

@@ -2,8 +2,8 @@
 //!
 //! Straight through: the rounded factor is the leaf of the equation, so its gradient is that of the master.
 //!
-//! Numbers of p + 1 significant bits between 2^e and 2^(e+1) lie 2^(e-p) apart. Adding and taking away 3/2 * 2^52 of that
-//! distance leaves an f64 with nothing finer, rounded to nearest with ties to even.
+//! Numbers of p + 1 significant bits between 2^e and 2^(e+1) lie 2^(e-p) apart. Adding and taking away 3/2 * 2^52 of
+//! that distance leaves an f64 with nothing finer, rounded to nearest with ties to even.
 
 use burn_tensor::backend::Backend;
 use dormouse_reference::{FactorFormat, Result};
@@ -23,8 +23,8 @@ fn binade(x: f64) -> i32 {
     e
 }
 
-/// The nearest number with `bits` significant bits behind the first and no exponent below `least`; `largest` is the largest
-/// one, beyond which is `beyond`.
+/// The nearest number with `bits` significant bits behind the first and no exponent below `least`; `largest` is the
+/// largest one, beyond which is `beyond`.
 fn round(x: f64, bits: i32, least: i32, largest: f64, beyond: f64) -> f64 {
     if x.is_nan() {
         return x;

@@ -1,7 +1,8 @@
 //! `kda`: the recurrence, token by token, whatever form the config asks for.
 //!
-//! Sh = Diag(e^g) S, u = w * v - Sh^T (b * k), S <- Sh + k u^T, o = scale S^T q, with b = w = beta where there are no gates
-//! by channel. All chains of sequences that are equally long run at once, a chain being one sequence and value head.
+//! Sh = Diag(e^g) S, u = w * v - Sh^T (b * k), S <- Sh + k u^T, o = scale S^T q, with b = w = beta where there are no
+//! gates by channel. All chains of sequences that are equally long run at once, a chain being one sequence and value
+//! head.
 
 use std::ops::Range;
 

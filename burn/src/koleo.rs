@@ -22,7 +22,7 @@ fn neighbours<A: Backend>(p: &Tensor<A, 2>) -> Tensor<A, 1, Int> {
     let nearest = (0..m).map(|i| {
         let squares = square(p.clone() - p.clone().narrow(0, i, 1)).sum_dim(1);
         // A row is not its own neighbour.
-        squares.slice_fill([i..i + 1], f64::INFINITY).argmin(0).reshape([1])
+        squares.slice_fill(i..i + 1, f64::INFINITY).argmin(0).reshape([1])
     });
     Tensor::cat(nearest.collect(), 0)
 }

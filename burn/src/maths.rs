@@ -1,8 +1,8 @@
 //! What several operations need of Burn's tensors.
 //!
-//! Burn's own sigmoid goes through `f32` on some backends, so it is spelled out here; its derivative is Burn's business. An
-//! equation multiplies by the reciprocal of a number and does not divide by it: the derivative of Burn's `div_scalar` rounds
-//! the reciprocal to `f32`.
+//! Burn's own sigmoid goes through `f32` on some backends, so it is spelled out here; its derivative is Burn's
+//! business. An equation multiplies by the reciprocal of a number and does not divide by it: the derivative of Burn's
+//! `div_scalar` rounds the reciprocal to `f32`.
 
 use burn_tensor::Tensor;
 use burn_tensor::backend::Backend;

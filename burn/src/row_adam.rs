@@ -1,5 +1,5 @@
-//! `row_adam`: for every row that is named, once: n <- n + 1, m <- beta1 m + (1 - beta1) g, v <- beta2 v + (1 - beta2) g^2,
-//! row <- row - lr m^ / (v^^(1/2) + eps), with m^ and v^ corrected for their start at zero by the row's own n.
+//! `row_adam`: for every row that is named, once: n <- n + 1, m <- beta1 m + (1 - beta1) g, v <- beta2 v + (1 - beta2)
+//! g^2, row <- row - lr m^ / (v^^(1/2) + eps), with m^ and v^ corrected for their start at zero by the row's own n.
 
 use std::collections::BTreeSet;
 

@@ -162,7 +162,8 @@ impl<B: Backend> Tape<B> {
     }
 }
 
-/// Refuses a gradient with another shape than the activation it is the gradient of. Leading axes may be split otherwise.
+/// Refuses a gradient with another shape than the activation it is the gradient of. Leading axes may be split
+/// otherwise.
 fn same_shape<B: Backend>(op: &'static str, arg: &'static str, tensor: &Handle<B>, shape: &[usize]) -> Result<()> {
     let len = shape.iter().product::<usize>();
     if tensor.len() == len && tensor.shape().last() == shape.last() {

@@ -1,8 +1,8 @@
 //! The whole model `tiny` on Burn's operations against the reference, both in f64.
 //!
-//! The model's forward and backward pass are one text over [`Backend`], so what Burn judges here is the chain: that every
-//! operation of the model gives and takes on Burn what it does on the reference, in the shapes, views and sums in which the
-//! model uses them. Each gradient of an operation is Burn's autodiff.
+//! The model's forward and backward pass are one text over [`Backend`], so what Burn judges here are the operations as
+//! the model uses them: on views into one flat buffer, with leading axes split otherwise, with gradients that several
+//! readers have summed. Each gradient of an operation is Burn's autodiff.
 #![cfg(feature = "oracle")]
 
 use dormouse::config::{Engram, JepaMode, preset};
@@ -19,8 +19,8 @@ const BYTES: usize = 24;
 /// An operation is held to `tolerance::FORM`, 1e-12, by gate `oracle`. On the longest way from a byte to a gradient 30
 /// operations lie behind one another on the way forward: the mask vector, N = 2 times 13 of a block (norm, projection,
 /// convolution, norm, recurrence, norm, projection, blend, residual, out map, norm, head, cross-entropy), and in place of
-/// the last three the predictor's norm, its projection and the distance; and as many on the way back. At first order their
-/// relative errors add up: 60 of 1e-12, and twice that, since a tensor's gradient is a sum of both iterations'.
+/// the last three the predictor's norm, its projection and the distance; and as many on the way back. As long as none
+/// enlarges a relative error, 60 of 1e-12 add up, and twice that, since a tensor's gradient is a sum of both iterations'.
 const CHAIN: Tolerance = Tolerance::new(1.2e-10, "2 sums of 60 operations in a row, each within 1e-12");
 
 /// Losses by iteration and of both terms of the objective, and gradients by parameter.
