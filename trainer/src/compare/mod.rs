@@ -53,7 +53,8 @@ pub fn command(arguments: &CompareArgs, build: Build, command: &[String]) -> Res
             let made = found.is_none();
             if made {
                 if stop.requested() {
-                    return Ok(stopped(number - 1, all, command));
+                    stopped(number - 1, all, command);
+                    return Ok(());
                 }
                 say(&format!("{place}: run folder {}", run.path.display()));
             }
@@ -61,7 +62,10 @@ pub fn command(arguments: &CompareArgs, build: Build, command: &[String]) -> Res
                 Some(outcome) => outcome,
                 None => match run.make(command, build, &stop)? {
                     Some(outcome) => outcome,
-                    None => return Ok(stopped(number - 1, all, command)),
+                    None => {
+                        stopped(number - 1, all, command);
+                        return Ok(());
+                    }
                 },
             };
             say(&format!("{place}: {}{}", report::outcome(&outcome), if made { "" } else { " (done before)" }));
