@@ -108,3 +108,8 @@ impl<X> FromIterator<(&'static str, X)> for Named<X> {
         Self { entries: iter.into_iter().collect() }
     }
 }
+/// The nearest values that every backend holds, since devices compute in f32: for laws that compare results with inputs.
+#[must_use]
+pub fn held(values: &Values) -> Values {
+    values.map(|_, array| array.mapv(|x| f64::from(x as f32)))
+}

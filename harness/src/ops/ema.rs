@@ -13,7 +13,7 @@ use crate::compare::same_bits;
 use crate::description::{Case, Gate, Law, Mutant, Operation, OperationOn, Run, TensorSpec, Tolerances, glue};
 use crate::draw;
 use crate::gates::passed;
-use crate::named::{Named, Values};
+use crate::named::{Named, Values, held};
 use crate::runner::Runner;
 use crate::tolerance;
 
@@ -95,7 +95,8 @@ impl Operation for EmaOp {
             _ => {}
         }
         let apply = if case.family == "skipped" { 0.0 } else { 1.0 };
-        Values::new().with("teacher", teacher).with("online", online).with("apply", arr1(&[apply]).into_dyn())
+        // Laws compare results with what is drawn here, so these are numbers that a device holds, too.
+        held(&Values::new().with("teacher", teacher).with("online", online).with("apply", arr1(&[apply]).into_dyn()))
     }
 
     fn naive(config: &Config, inputs: &Values, _: Option<&Values>, twist: Option<&str>) -> Run<ArrayD<f64>> {
@@ -163,18 +164,11 @@ fn run(runner: &dyn Runner<EmaOp>, config: &Config, inputs: &Values) -> std::res
     runner.run(config, inputs, None).map(|run| run.outputs.at("teacher_after").clone()).map_err(|e| e.to_string())
 }
 
-/// A value that every backend holds exactly: devices compute in f32.
-fn held(x: f64) -> f64 {
-    f64::from(x as f32)
-}
-
 fn skipped_keeps_bits(runner: &dyn Runner<EmaOp>, case: &Case<Config>, rng: &mut ChaCha8Rng) -> LawResult {
     let mut inputs = EmaOp::draw(case, rng);
     inputs.get_mut("apply").expect("the flag is drawn").fill(0.0);
     inputs.get_mut("online").expect("the model is drawn").fill(f64::NAN);
-    let teacher = inputs.get_mut("teacher").expect("the teacher is drawn");
-    teacher.mapv_inplace(held);
-    if let Some(t) = teacher.first_mut() {
+    if let Some(t) = inputs.get_mut("teacher").expect("the teacher is drawn").first_mut() {
         *t = -0.0;
     }
     passed(same_bits("teacher", run(runner, &case.config, &inputs)?.view(), inputs.at("teacher").view()))
@@ -182,7 +176,7 @@ fn skipped_keeps_bits(runner: &dyn Runner<EmaOp>, case: &Case<Config>, rng: &mut
 
 fn outside_keeps_bits(runner: &dyn Runner<EmaOp>, case: &Case<Config>, rng: &mut ChaCha8Rng) -> LawResult {
     let mut inputs = EmaOp::draw(case, rng);
-    inputs.get_mut("teacher").expect("the teacher is drawn").mapv_inplace(|t| if t < 0.0 { -0.0 } else { held(t) });
+    inputs.get_mut("teacher").expect("the teacher is drawn").mapv_inplace(|t| if t < 0.0 { -0.0 } else { t });
     let after = run(runner, &case.config, &inputs)?;
     let outside = |array: &ArrayD<f64>| -> ArrayD<f64> {
         let chosen = array.iter().enumerate().filter(|(i, _)| !inside(&case.config, *i));

@@ -15,7 +15,7 @@ use crate::compare::{Tolerance, compare, same_bits};
 use crate::description::{Case, Gate, Law, Mutant, Operation, OperationOn, Run, TensorSpec, Tolerances, glue};
 use crate::draw;
 use crate::gates::passed;
-use crate::named::{Named, Values};
+use crate::named::{Named, Values, held};
 use crate::runner::Runner;
 use crate::svd::Svd;
 use crate::tolerance;
@@ -441,12 +441,14 @@ fn skipped_keeps_bits(runner: &dyn Runner<MuonOp>, case: &Case<Config>, rng: &mu
     inputs.get_mut("lr").expect("the rate is drawn").fill(f64::NAN);
     inputs.get_mut("grads").expect("gradients are drawn").fill(f64::NAN);
     inputs.get_mut("params").expect("parameters are drawn")[[0]] = -0.0;
+    let inputs = held(&inputs);
     keep_bits(&renamed(&run(runner, &case.config, &inputs)?), &inputs, |_| true)
 }
 
 fn outside_keeps_bits(runner: &dyn Runner<MuonOp>, case: &Case<Config>, rng: &mut ChaCha8Rng) -> LawResult {
     let mut inputs = MuonOp::draw(case, rng);
     inputs.get_mut("params").expect("parameters are drawn").mapv_inplace(|p| if p < 0.0 { -0.0 } else { p });
+    let inputs = held(&inputs);
     let after = renamed(&run(runner, &case.config, &inputs)?);
     keep_bits(&after, &inputs, |i| !case.config.matrices.iter().any(|matrix| matrix.range().contains(&i)))
 }
@@ -465,6 +467,7 @@ fn no_gradient_keeps_bits(runner: &dyn Runner<MuonOp>, case: &Case<Config>, rng:
         inputs.get_mut("m").expect("momentum is drawn")[[i]] = m[[i]];
     }
     let inside: Vec<usize> = place.indices().collect();
+    let inputs = held(&inputs);
     keep_bits(&renamed(&run(runner, &case.config, &inputs)?), &inputs, |i| inside.contains(&i))
 }
 

@@ -14,7 +14,7 @@ use crate::compare::same_bits;
 use crate::description::{Case, Gate, Law, Mutant, Operation, OperationOn, Run, TensorSpec, Tolerances, glue};
 use crate::draw;
 use crate::gates::passed;
-use crate::named::{Named, Values};
+use crate::named::{Named, Values, held};
 use crate::runner::Runner;
 use crate::tolerance;
 
@@ -252,9 +252,7 @@ fn skipped_keeps_bits(runner: &dyn Runner<RowAdamOp>, case: &Case<Config>, rng: 
     inputs.get_mut("table").expect("the table is drawn")[[0, 0]] = -0.0;
     let outputs = run(runner, &case.config, &inputs)?;
     // A device rounds to its own type, and a skip must not even do that.
-    let inputs = inputs.map(|_, x| x.mapv(|x| f64::from(x as f32)));
-    let outputs = outputs.map(|_, x| x.mapv(|x| f64::from(x as f32)));
-    keep_bits(&outputs, &inputs, &all(case))
+    keep_bits(&held(&outputs), &held(&inputs), &all(case))
 }
 
 fn others_keep_bits(runner: &dyn Runner<RowAdamOp>, case: &Case<Config>, rng: &mut ChaCha8Rng) -> LawResult {
@@ -266,8 +264,7 @@ fn others_keep_bits(runner: &dyn Runner<RowAdamOp>, case: &Case<Config>, rng: &m
         inputs.get_mut("table").expect("the table is drawn")[[i, 0]] = -0.0;
     }
     let outputs = run(runner, &case.config, &inputs)?;
-    let rounded = |values: &Values| values.map(|_, x| x.mapv(|x| f64::from(x as f32)));
-    keep_bits(&rounded(&outputs), &rounded(&inputs), &others)
+    keep_bits(&held(&outputs), &held(&inputs), &others)
 }
 
 /// The same rows backwards and once more give the same bits.
