@@ -144,6 +144,10 @@ fn candidates(arguments: &CompareArgs, control: &Config) -> Result<Vec<(String, 
 
 fn contender(name: String, mut config: Config) -> Result<(Contender, Data)> {
     settle(&mut config.run)?;
+    if let Some(path) = config.jepa.targets() {
+        let problem = format!("jepa.targets of `{name}` is `{}`, a file for one seed", path.display());
+        return Err(usage(format!("{problem}, and several are compared; leave it out, so that teachers run")).into());
+    }
     let data = Data::open(&config)?;
     Ok((Contender { name, config, identity: String::new(), changes: Vec::new() }, data))
 }
@@ -293,6 +297,10 @@ mod tests {
     #[test]
     fn a_comparison_without_a_question_is_refused() {
         refused("--control tiny", &["there is no candidate", "--candidate FILE"]);
+        refused(
+            "--control tiny --both jepa.mode=shared --set jepa.targets=some",
+            &["jepa.targets of `candidate` is `some`, a file for one seed"],
+        );
         refused("--control tiny --seeds 2 --set optimizer.lr=2e-3", &["--seeds is 2, expected 3 or more"]);
         refused(
             "--control huge --set optimizer.lr=2e-3",

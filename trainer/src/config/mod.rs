@@ -21,6 +21,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use crate::data::FIRST_START;
 use crate::schedule::Schedule;
 
 /// What is wrong with a configuration or a command line. Every one of these ends the process with exit code 2.
@@ -386,6 +387,13 @@ impl Config {
         self.run.validate()?;
         options::validate(&self.model)?;
         self.jepa.validate()?;
+        if self.jepa.on() && self.data.seq_bytes <= FIRST_START {
+            return Err(invalid(
+                "data.seq_bytes",
+                format!("is {}, and jepa.mode masks no byte before position {FIRST_START}", self.data.seq_bytes),
+                &format!("give {} or more, or jepa.mode = \"off\"", FIRST_START + 1),
+            ));
+        }
         if self.log.prompts.iter().any(String::is_empty) {
             return Err(invalid("log.prompts", "holds an empty prompt".into(), "give each prompt a byte or more"));
         }

@@ -39,6 +39,10 @@ pub fn resolve(sources: &Sources) -> Result<Config, ConfigError> {
     }
     for argument in &sources.set {
         let (key, value) = parse_set(argument)?;
+        if key == "preset" {
+            let problem = format!("config: --set {argument}: `preset` names what the values start from");
+            return Err(ConfigError::Usage(format!("{problem}, so it cannot be set over them; give --preset {value}")));
+        }
         set_key(&mut table, &key, value, &format!("--set {argument}"))?;
     }
     for (key, value) in &sources.flags {

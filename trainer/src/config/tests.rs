@@ -121,6 +121,7 @@ fn values_that_cannot_work_are_refused_with_their_key() {
         ("jepa.targets=some", "`jepa.targets` is `some`, and jepa.mode is off"),
         ("jepa.mode=both", "unknown variant `both`"),
         ("jepa.wieght=1", "nearest is `jepa.weight`"),
+        ("preset=small", "cannot be set over them; give --preset \"small\""),
     ];
     for (argument, expected) in cases {
         let error = with_set(argument).unwrap_err().to_string();
@@ -228,4 +229,15 @@ fn presets_and_configurations_from_before_have_no_jepa_and_switching_it_on_is_ot
     let set = ["jepa.mode=shared", "jepa.targets=file"].map(str::to_owned).to_vec();
     let set = resolve(&Sources { set, ..Sources::default() }).unwrap();
     assert_eq!(set.jepa.targets(), Some("file".as_ref()));
+}
+
+#[test]
+fn rows_too_short_for_a_span_are_refused_with_the_objective() {
+    let set = |seq: usize, mode: &str| {
+        let set = vec![format!("data.seq_bytes={seq}"), format!("jepa.mode={mode}")];
+        resolve(&Sources { set, ..Sources::default() })
+    };
+    let error = set(8, "shared").unwrap_err().to_string();
+    assert!(error.contains("`data.seq_bytes` is 8") && error.contains("give 9 or more"), "{error}");
+    assert!(set(9, "shared").is_ok() && set(8, "off").is_ok());
 }
