@@ -3,14 +3,9 @@
 //! Whoever is generic over the runtime compiles every kernel's launch once per runtime, in its own crate. Behind this enum
 //! they are compiled once, here. It adds nothing and holds no kernel, so fingerprints leave it out.
 
-use dormouse_reference::{DType, Result, StepKey, Tensors};
-use dormouse_reference::{
-    adamw, blend, controller, cross_entropy, decay_gate, ema, embedding, engram, engram_hash, expert, gated_rms_norm,
-    jepa, kda, koleo, l2_norm, layer_norm, linear, mask_vector, muon, record, residual, retract, retract_all, rms_norm,
-    row_adam, sanitise, short_conv, spectral,
-};
-use ndarray::{ArrayD, ArrayViewD};
 use std::collections::BTreeMap;
+
+use dormouse_reference::{Result, delegate_backend};
 
 use crate::arm::Arm;
 use crate::device::Device;
@@ -153,11 +148,7 @@ impl Gpu {
     /// The hardware's generation, such as `sm_90`; the runtime's word where it has none.
     #[must_use]
     pub fn generation(&self) -> String {
-        match self {
-            Gpu::Cuda(d) => target(d),
-            Gpu::Lavapipe(d) => target(d),
-            Gpu::Offline(d) => target(d),
-        }
+        each!(Gpu, self, d => target(d))
     }
 
     /// [`Device::set_graphs`]
@@ -273,159 +264,15 @@ fn target<R: Engine>(device: &Device<R>) -> String {
     R::hardware(device.client()).map_or_else(|_| R::WORD.to_owned(), |hardware| hardware.target)
 }
 
-impl Tensors for Gpu {
-    type Tensor = Tensor;
-
-    fn name(&self) -> String {
-        each!(Gpu, self, d => d.name())
-    }
-
-    fn float(&self) -> DType {
-        each!(Gpu, self, d => d.float())
-    }
-
-    fn persistent(&self, shape: &[usize], dtype: DType) -> Result<Tensor> {
-        each!(Gpu, self, d => d.persistent(shape, dtype))
-    }
-
-    fn scratch(&self, shape: &[usize], dtype: DType) -> Result<Tensor> {
-        each!(Gpu, self, d => d.scratch(shape, dtype))
-    }
-
-    fn view(&self, tensor: &Tensor, start: usize, shape: &[usize]) -> Result<Tensor> {
-        each!(Gpu, self, d => d.view(tensor, start, shape))
-    }
-
-    fn shape<'a>(&self, tensor: &'a Tensor) -> &'a [usize] {
-        each!(Gpu, self, d => d.shape(tensor))
-    }
-
-    fn dtype(&self, tensor: &Tensor) -> DType {
-        each!(Gpu, self, d => d.dtype(tensor))
-    }
-
-    fn is_persistent(&self, tensor: &Tensor) -> bool {
-        each!(Gpu, self, d => d.is_persistent(tensor))
-    }
-
-    fn upload(&self, values: ArrayViewD<'_, f64>, into: &Tensor) -> Result<()> {
-        each!(Gpu, self, d => d.upload(values, into))
-    }
-
-    fn download(&self, tensor: &Tensor) -> Result<ArrayD<f64>> {
-        each!(Gpu, self, d => d.download(tensor))
-    }
-
-    fn fill(&self, tensor: &Tensor, value: f64) -> Result<()> {
-        each!(Gpu, self, d => d.fill(tensor, value))
-    }
-
-    fn keep(&self, from: &Tensor, into: &Tensor) -> Result<()> {
-        each!(Gpu, self, d => d.keep(from, into))
-    }
-
-    fn step(&self, key: &StepKey, body: &mut dyn FnMut(&Self) -> Result<()>) -> Result<()> {
-        // The device that a step hands to its body is the one it was called on.
-        each!(Gpu, self, d => d.step(key, &mut |_| body(self)))
-    }
-
-    fn stage(&self, stage: &'static str) {
-        each!(Gpu, self, d => d.stage(stage));
-    }
-
-    fn reshape(&self, tensor: &Tensor, shape: &[usize]) -> Result<Tensor> {
-        each!(Gpu, self, d => d.reshape(tensor, shape))
-    }
+/// One call for each runtime; every operation alike.
+macro_rules! on_device {
+    ($self:ident, $d:ident => $call:expr) => {
+        each!(Gpu, $self, $d => $call)
+    };
+    ($self:ident, $stem:ident, $pass:ident, $d:ident => $call:expr) => {
+        each!(Gpu, $self, $d => $call)
+    };
 }
 
-/// Operations with an adjoint: the arguments of forward after the config, those of backward after what was saved, and what
-/// backward returns.
-macro_rules! differentiable {
-    ($($module:ident $operation:ident ($($a:ident: $A:ty),*) ($($b:ident: $B:ty),*) -> $grads:ty;)*) => {$(
-        impl $module::$operation for Gpu {
-            // The same on every runtime: handles know none.
-            type Saved = <Device<Lavapipe> as $module::$operation>::Saved;
-
-            fn forward(
-                &self,
-                config: &$module::Config,
-                $($a: $A),*
-            ) -> Result<($module::Outputs<Tensor>, Self::Saved)> {
-                each!(Gpu, self, d => $module::$operation::forward(d, config, $($a),*))
-            }
-
-            fn backward(
-                &self,
-                config: &$module::Config,
-                saved: &Self::Saved,
-                upstream: $module::Outputs<&Tensor>,
-                $($b: $B),*
-            ) -> Result<$grads> {
-                each!(Gpu, self, d => $module::$operation::backward(d, config, saved, upstream, $($b),*))
-            }
-        }
-    )*};
-}
-
-differentiable! {
-    blend Blend (i: blend::Inputs<&Tensor>) () -> blend::Grads<Tensor>;
-    controller Controller (i: controller::Inputs<&Tensor>, p: controller::Params<&Tensor>)
-        (plus: controller::Inputs<Option<&Tensor>>, into: controller::Params<&Tensor>) -> controller::Grads<Tensor>;
-    cross_entropy CrossEntropy (i: cross_entropy::Inputs<&Tensor>) () -> cross_entropy::Grads<Tensor>;
-    decay_gate DecayGate (i: decay_gate::Inputs<&Tensor>, p: decay_gate::Params<&Tensor>)
-        (into: decay_gate::Params<&Tensor>) -> decay_gate::Grads<Tensor>;
-    embedding Embedding (i: embedding::Inputs<&Tensor>, p: embedding::Params<&Tensor>)
-        (into: embedding::Params<&Tensor>) -> ();
-    engram Engram (i: engram::Inputs<&Tensor>, p: engram::Params<&Tensor>)
-        (plus: Option<&Tensor>, into: engram::Params<&Tensor>) -> engram::Grads<Tensor>;
-    expert Expert (i: expert::Inputs<&Tensor>, p: expert::Params<&Tensor>)
-        (plus: Option<&Tensor>, into: expert::Params<&Tensor>) -> expert::Grads<Tensor>;
-    gated_rms_norm GatedRmsNorm (i: gated_rms_norm::Inputs<&Tensor>, p: gated_rms_norm::Params<&Tensor>)
-        (into: gated_rms_norm::Params<&Tensor>) -> gated_rms_norm::Grads<Tensor>;
-    jepa Jepa (i: jepa::Inputs<&Tensor>) () -> jepa::Grads<Tensor>;
-    kda Kda (i: kda::Inputs<&Tensor>) () -> kda::Grads<Tensor>;
-    koleo Koleo (i: koleo::Inputs<&Tensor>) (plus: Option<&Tensor>) -> koleo::Grads<Tensor>;
-    l2_norm L2Norm (i: l2_norm::Inputs<&Tensor>) () -> l2_norm::Grads<Tensor>;
-    layer_norm LayerNorm (i: layer_norm::Inputs<&Tensor>, p: layer_norm::Params<&Tensor>)
-        (plus: Option<&Tensor>, into: layer_norm::Params<&Tensor>) -> layer_norm::Grads<Tensor>;
-    linear Linear (i: linear::Inputs<&Tensor>, p: linear::Params<&Tensor>)
-        (plus: Option<&Tensor>, into: linear::Params<&Tensor>) -> linear::Grads<Tensor>;
-    mask_vector MaskVector (i: mask_vector::Inputs<&Tensor>, p: mask_vector::Params<&Tensor>)
-        (into: mask_vector::Params<&Tensor>) -> mask_vector::Grads<Tensor>;
-    residual Residual (i: residual::Inputs<&Tensor>, p: residual::Params<&Tensor>)
-        (into: residual::Params<&Tensor>) -> residual::Grads<Tensor>;
-    rms_norm RmsNorm (i: rms_norm::Inputs<&Tensor>, p: rms_norm::Params<&Tensor>)
-        (into: rms_norm::Params<&Tensor>) -> rms_norm::Grads<Tensor>;
-    short_conv ShortConv (i: short_conv::Inputs<&Tensor>, p: short_conv::Params<&Tensor>)
-        (into: short_conv::Params<&Tensor>) -> short_conv::Grads<Tensor>;
-    spectral Spectral (i: spectral::Inputs<&Tensor>, p: spectral::Params<&Tensor>)
-        (plus: Option<&Tensor>, into: spectral::Params<&Tensor>) -> spectral::Grads<Tensor>;
-}
-
-/// Operations without an adjoint: their one method with its arguments.
-macro_rules! direct {
-    ($($module:ident $operation:ident $method:ident ($($a:ident: $A:ty),*) -> $result:ty;)*) => {$(
-        impl $module::$operation for Gpu {
-            fn $method(&self, $($a: $A),*) -> Result<$result> {
-                each!(Gpu, self, d => $module::$operation::$method(d, $($a),*))
-            }
-        }
-    )*};
-}
-
-direct! {
-    adamw Adamw update (c: &adamw::Config, s: adamw::State<&Tensor>, x: adamw::Scalars<&Tensor>) -> ();
-    ema Ema update (c: &ema::Config, i: ema::Inputs<&Tensor>) -> ();
-    engram_hash EngramHash forward (c: &engram_hash::Config, i: engram_hash::Inputs<&Tensor>)
-        -> engram_hash::Outputs<Tensor>;
-    muon Muon update (c: &muon::Config, s: muon::State<&Tensor>, x: muon::Scalars<&Tensor>) -> ();
-    record Record update (values: &[&Tensor], step: &Tensor, ring: &Tensor) -> ();
-    retract Retract update (c: &retract::Config, factor: &Tensor, apply: &Tensor) -> retract::Outputs<Tensor>;
-    retract_all RetractAll update (c: &retract_all::Config, params: &Tensor, apply: &Tensor)
-        -> retract_all::Outputs<Tensor>;
-    row_adam RowAdam update (
-        c: &row_adam::Config, s: row_adam::State<&Tensor>, t: row_adam::Touched<&Tensor>, x: row_adam::Scalars<&Tensor>
-    ) -> ();
-    sanitise Sanitise update (c: &sanitise::Config, grads: &Tensor, losses: &Tensor, counters: &Tensor)
-        -> sanitise::Outputs<Tensor>;
-}
+// What operations save is the same on every runtime: handles know none.
+delegate_backend!(Gpu, Tensor, Device<Lavapipe>, on_device, on_device);

@@ -31,6 +31,7 @@ pub mod controller;
 pub mod cpu;
 pub mod cross_entropy;
 pub mod decay_gate;
+pub mod delegate;
 pub mod dims;
 pub mod ema;
 pub mod embedding;
@@ -61,6 +62,10 @@ pub mod scalar;
 pub mod short_conv;
 pub mod spectral;
 pub mod tensor;
+
+/// For [`delegate_backend!`], whose callers may not depend on it.
+#[doc(hidden)]
+pub use ndarray;
 
 pub use backend::Backend;
 pub use checked::Checked;

@@ -72,6 +72,17 @@ pub struct ConfigArgs {
     /// One value by its key, for example optimizer.lr=1e-3; may be repeated.
     #[arg(long, value_name = "KEY=VALUE", help_heading = "Configuration")]
     pub set: Vec<String>,
+    /// Which bytes.
+    #[command(flatten)]
+    pub data: DataArgs,
+    /// Seed of every random number.
+    #[arg(long, value_name = "N", help_heading = "Configuration", value_parser = clap::value_parser!(u64).range(..=i64::MAX as u64))]
+    pub seed: Option<u64>,
+}
+
+/// Which bytes a run learns from and is scored on.
+#[derive(Clone, Debug, Default, Args)]
+pub struct DataArgs {
     /// File or folder of bytes to train on [default: the text that ships with dormouse].
     #[arg(long, value_name = "PATH", help_heading = "Data", value_parser = text_path)]
     pub data: Option<PathBuf>,
@@ -81,22 +92,22 @@ pub struct ConfigArgs {
     /// Predicted bytes a row.
     #[arg(long, value_name = "BYTES", help_heading = "Data")]
     pub seq: Option<u32>,
-    /// Seed of every random number.
-    #[arg(long, value_name = "N", help_heading = "Configuration", value_parser = clap::value_parser!(u64).range(..=i64::MAX as u64))]
-    pub seed: Option<u64>,
 }
 
-impl ConfigArgs {
-    fn flags(&self) -> Vec<(String, Value)> {
+impl DataArgs {
+    /// These arguments and a seed, as (key, value).
+    fn flags(&self, seed: Option<u64>) -> Vec<(String, Value)> {
         let mut flags = Vec::new();
         let mut push = |key: &str, value: Option<Value>| flags.extend(value.map(|value| (key.to_owned(), value)));
         push("data.path", self.data.as_ref().map(|path| path_value(path)));
         push("data.eval_path", self.eval.as_ref().map(|path| path_value(path)));
         push("data.seq_bytes", self.seq.map(|seq| Value::Integer(seq.into())));
-        push("seed", self.seed.map(whole));
+        push("seed", seed.map(whole));
         flags
     }
+}
 
+impl ConfigArgs {
     /// The sources these arguments name.
     pub fn sources(&self) -> Sources {
         Sources {
@@ -104,7 +115,7 @@ impl ConfigArgs {
             file: self.config.clone(),
             preset: self.preset.clone(),
             set: self.set.clone(),
-            flags: self.flags(),
+            flags: self.data.flags(self.seed),
         }
     }
 }
@@ -517,15 +528,9 @@ pub struct CompareArgs {
     /// The first seed.
     #[arg(long, value_name = "N", help_heading = "Configuration", value_parser = clap::value_parser!(u64).range(..=i64::MAX as u64))]
     pub seed: Option<u64>,
-    /// File or folder of bytes that all train on [default: the text that ships with dormouse].
-    #[arg(long, value_name = "PATH", help_heading = "Data", value_parser = text_path)]
-    pub data: Option<PathBuf>,
-    /// File or folder of bytes that all are scored on [default: blocks held out of the training bytes].
-    #[arg(long, value_name = "PATH", help_heading = "Data", value_parser = text_path)]
-    pub eval: Option<PathBuf>,
-    /// Predicted bytes a row, of all.
-    #[arg(long, value_name = "BYTES", help_heading = "Data")]
-    pub seq: Option<u32>,
+    /// Which bytes all of them have.
+    #[command(flatten)]
+    pub data: DataArgs,
     /// Optimiser updates in every run.
     #[arg(long, value_name = "N", help_heading = "Training")]
     pub steps: Option<u32>,
@@ -549,15 +554,12 @@ pub struct CompareArgs {
 impl CompareArgs {
     /// What control and candidates have alike, as (key, value).
     pub fn flags(&self) -> Vec<(String, Value)> {
-        let mut flags = Vec::new();
-        let mut push = |key: &str, value: Option<Value>| flags.extend(value.map(|value| (key.to_owned(), value)));
-        let integer = |value: Option<u32>| value.map(|value| Value::Integer(value.into()));
-        push("data.path", self.data.as_ref().map(|path| path_value(path)));
-        push("data.eval_path", self.eval.as_ref().map(|path| path_value(path)));
-        push("data.seq_bytes", integer(self.seq));
-        push("train.total_steps", integer(self.steps));
-        push("train.batch_rows", integer(self.batch));
-        push("seed", self.seed.map(whole));
+        let mut flags = self.data.flags(self.seed);
+        let mut push = |key: &str, value: Option<u32>| {
+            flags.extend(value.map(|value| (key.to_owned(), Value::Integer(value.into()))));
+        };
+        push("train.total_steps", self.steps);
+        push("train.batch_rows", self.batch);
         flags
     }
 }

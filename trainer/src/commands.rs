@@ -9,7 +9,7 @@ use anyhow::{Context, bail, ensure};
 
 use crate::anchors::{Anchors, FIT_LIMIT_BYTES};
 use crate::backend;
-use crate::checkpoint::{self, Loaded};
+use crate::checkpoint::{self, Found, Loaded};
 use crate::cli::{AnchorsArgs, ArmsArgs, AtlasCommand, Command, EvalArgs, GenerateArgs, ReplayArgs, TrainArgs};
 use crate::config::{Backend, Config, ConfigError, JepaConfig, Sources, resolve};
 use crate::data::{Batch, Data, step_mask};
@@ -100,6 +100,17 @@ pub fn anchors(arguments: &AnchorsArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// The checkpoint of a run that is read, newest or best, and the configuration that it was made with.
+pub(crate) fn find(run: &RunFolder, best: bool) -> anyhow::Result<(Found, Config)> {
+    let folder = run.checkpoints();
+    let found = if best { checkpoint::best_good(&folder)? } else { checkpoint::newest_good(&folder)? };
+    for problem in &found.skipped {
+        let _ = writeln!(std::io::stderr(), "warning: skipped: {problem}");
+    }
+    let config = Config::from_toml(&found.loaded.config_toml, &found.path.join("config.toml"))?;
+    Ok((found, config))
+}
+
 /// A learner with the weights of a run's checkpoint, and the checkpoint.
 fn load(
     run: &RunFolder,
@@ -107,12 +118,7 @@ fn load(
     on: Option<Backend>,
     build: Build,
 ) -> anyhow::Result<(Config, Box<dyn Learner>, Loaded)> {
-    let found =
-        if best { checkpoint::best_good(&run.checkpoints())? } else { checkpoint::newest_good(&run.checkpoints())? };
-    for problem in &found.skipped {
-        let _ = writeln!(std::io::stderr(), "warning: skipped: {problem}");
-    }
-    let config = Config::from_toml(&found.loaded.config_toml, &found.path.join("config.toml"))?;
+    let (found, config) = find(run, best)?;
     // Whoever scores or generates reads the student alone.
     let student = Config { jepa: JepaConfig::default(), ..config.clone() };
     let mut learner = build(&elsewhere(&student, on)?)?;

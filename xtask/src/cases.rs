@@ -145,7 +145,7 @@ fn is_named_after_a_case(name: &str) -> bool {
 /// What the cases ask of sources alone.
 #[cfg(test)]
 mod of_sources {
-    use std::path::{Path, PathBuf};
+    use std::path::PathBuf;
 
     /// Lines of kernels, with their numbers: from `#[cube` to the brace that closes the function.
     fn kernels(text: &str) -> Vec<(usize, &str)> {
@@ -176,22 +176,11 @@ mod of_sources {
         kernels(text).into_iter().filter(|(_, l)| words.iter().any(|w| code(l).contains(w))).map(|(n, _)| n).collect()
     }
 
-    fn sources(folder: &Path) -> Vec<PathBuf> {
-        let mut all = Vec::new();
-        for entry in std::fs::read_dir(folder).unwrap() {
-            let path = entry.unwrap().path();
-            if path.is_dir() {
-                all.extend(sources(&path));
-            } else if path.extension().is_some_and(|ending| ending == "rs") {
-                all.push(path);
-            }
-        }
-        all
-    }
-
     fn of_kernels() -> Vec<(PathBuf, String)> {
-        let paths = sources(&crate::root().join("cuda/src"));
-        paths.into_iter().map(|path| (path.clone(), std::fs::read_to_string(path).unwrap())).collect()
+        let root = crate::root();
+        let files = crate::tidy::tracked(&root).unwrap().into_iter();
+        let kernels = files.filter(|f| f.starts_with("cuda/src") && f.extension().is_some_and(|e| e == "rs"));
+        kernels.map(|file| (file.clone(), std::fs::read_to_string(root.join(file)).unwrap())).collect()
     }
 
     #[test]

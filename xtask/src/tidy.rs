@@ -49,7 +49,7 @@ pub fn check(root: &Path) -> Result<()> {
     if faults.is_empty() { Ok(()) } else { bail!("{} faults", faults.len()) }
 }
 
-fn tracked(root: &Path) -> Result<Vec<PathBuf>> {
+pub fn tracked(root: &Path) -> Result<Vec<PathBuf>> {
     let out = Command::new("git").current_dir(root).args(["ls-files", "-z"]).output().context("cannot run git")?;
     let names = String::from_utf8(out.stdout).context("a file name is not UTF-8")?;
     // A file deleted in the work tree is still in the index.

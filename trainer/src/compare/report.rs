@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use super::plan::{Contender, Plan};
-use super::runs::Outcome;
+use super::runs::{Outcome, median};
 use super::verdict::{Judgement, Scores, Verdict, judge};
 
 /// The word for what does not apply or is not known.
@@ -65,9 +65,7 @@ impl<'a> Side<'a> {
 
     /// The median over the runs that have the number.
     fn median(&self, of: impl Fn(&Outcome) -> Option<f64>) -> Option<f64> {
-        let mut values: Vec<f64> = self.outcomes.iter().filter_map(of).collect();
-        values.sort_by(f64::total_cmp);
-        values.get(values.len() / 2).copied()
+        median(self.outcomes.iter().filter_map(of))
     }
 
     fn unverified(&self) -> bool {

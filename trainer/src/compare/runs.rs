@@ -205,9 +205,14 @@ impl<'a> Run<'a> {
 fn ms_step(metrics: &str) -> Option<f64> {
     let lines = metrics.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
     let steps = lines.filter(|line| line["kind"] == "step" && line["step"].as_u64() > Some(COLD_STEPS));
-    let mut times: Vec<f64> = steps.filter_map(|line| line["step_ms"].as_f64()).filter(|ms| *ms > 0.0).collect();
-    times.sort_by(f64::total_cmp);
-    times.get(times.len() / 2).copied()
+    median(steps.filter_map(|line| line["step_ms"].as_f64()).filter(|ms| *ms > 0.0))
+}
+
+/// The middle of some numbers, the upper one of an even count.
+pub fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
+    let mut values: Vec<f64> = values.collect();
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied()
 }
 
 #[cfg(test)]

@@ -18,16 +18,22 @@ impl Keys {
     /// The keys of `ids` (`[b, t]`) in a table of `table_rows` rows an order: a pure function of the bytes. A masked byte
     /// is symbol 256 to every key that reaches it.
     pub fn new(ids: ArrayView2<'_, u8>, mask: Option<ArrayView2<'_, bool>>, table_rows: usize) -> Keys {
-        let mut rows = Vec::with_capacity(ids.len() * engram_hash::ORDERS.len());
-        for (b, ids) in ids.axis_iter(Axis(0)).enumerate() {
-            let masked = |t: usize| mask.is_some_and(|mask| mask[[b, t]]);
-            let symbol = |(t, &id): (usize, &u8)| if masked(t) { engram_hash::MASKED } else { u32::from(id) };
-            let symbols: Vec<u32> = ids.iter().enumerate().map(symbol).collect();
-            rows.extend(engram_hash::rows(&symbols, table_rows).into_iter().flatten());
-        }
+        let rows = rows_of(ids, mask, table_rows);
         let order = engram_hash::order(&rows);
         Keys { rows, order }
     }
+}
+
+/// [`Keys::rows`] alone.
+pub fn rows_of(ids: ArrayView2<'_, u8>, mask: Option<ArrayView2<'_, bool>>, table_rows: usize) -> Vec<u32> {
+    let mut rows = Vec::with_capacity(ids.len() * engram_hash::ORDERS.len());
+    for (b, ids) in ids.axis_iter(Axis(0)).enumerate() {
+        let masked = |t: usize| mask.is_some_and(|mask| mask[[b, t]]);
+        let symbol = |(t, &id): (usize, &u8)| if masked(t) { engram_hash::MASKED } else { u32::from(id) };
+        let symbols: Vec<u32> = ids.iter().enumerate().map(symbol).collect();
+        rows.extend(engram_hash::rows(&symbols, table_rows).into_iter().flatten());
+    }
+    rows
 }
 
 /// How the keys of a training batch are made.
@@ -70,15 +76,13 @@ impl KeyPlan {
     pub fn keys(&self, ids: ArrayView2<'_, u8>, mask: Option<ArrayView2<'_, bool>>) -> BatchKeys {
         assert!(ids.nrows().is_multiple_of(self.parts), "{} parts of {} rows", self.parts, ids.nrows());
         assert_eq!(mask.is_some(), self.jepa != JepaMode::Off, "a mask goes with an objective");
-        let first = Keys::new(ids, mask, self.table_rows);
-        let touched_by_first = first.order;
-        let mut rows = first.rows;
+        let mut rows = rows_of(ids, mask, self.table_rows);
+        let places = rows.len();
         if mask.is_some() {
-            rows.extend(Keys::new(ids, None, self.table_rows).rows);
+            rows.extend(rows_of(ids, None, self.table_rows));
         }
-        let part_len = rows.len() / (self.sets() * self.parts);
-        let parts = rows.chunks(part_len.max(1)).flat_map(engram_hash::order).collect();
-        let order = if self.touched() == 1 { touched_by_first } else { engram_hash::order(&rows) };
+        let parts = rows.chunks((places / self.parts).max(1)).flat_map(engram_hash::order).collect();
+        let order = engram_hash::order(&rows[..self.touched() * places]);
         BatchKeys { rows, order, parts }
     }
 }

@@ -12,7 +12,7 @@ mod split;
 mod windows;
 
 pub use corpus::{Corpus, Manifest, ManifestFile, SHIPPED_TEXT_NAME};
-pub use keys::{BatchKeys, KeyPlan, Keys};
+pub use keys::{BatchKeys, KeyPlan, Keys, rows_of};
 pub use prefetch::Prefetch;
 pub use spans::{FIRST_START, MASKED_SHARE, SPAN_BYTES, span_mask, start_probability, step_mask};
 pub use split::{Segment, block_len, held_out_blocks, split};
@@ -23,7 +23,7 @@ use std::sync::Arc;
 
 use ndarray::{Array2, ArrayView2};
 
-use crate::config::{Config, JepaMode};
+use crate::config::{Config, JepaMode, TrainConfig};
 
 /// What is wrong with the data. Every one of these ends the process with exit code 4.
 #[derive(Debug, thiserror::Error)]
@@ -169,6 +169,12 @@ impl Data {
     /// The batch of step `step`: a pure function of the corpus, the seed and the step.
     pub fn batch(&self, step: u64, rows: usize) -> Result<Batch, DataError> {
         read_batch(&self.corpus, &self.train, step, rows)
+    }
+
+    /// The batch that a run trains on in step `step`: with `train.overfit_one_batch` the bytes of the first.
+    pub fn training_batch(&self, train: &TrainConfig, step: u64) -> Result<Batch, DataError> {
+        let source = if train.overfit_one_batch { 0 } else { step };
+        Ok(Batch { step, ..self.batch(source, train.batch_rows)? })
     }
 
     /// The held-out windows, each `eval_bytes + 1` bytes, in the order they are always scored in.

@@ -1,17 +1,16 @@
 //! `dormouse jepa-targets`: the latents of a run's checkpoint, for every step of a run that will read them.
 
 use std::collections::BTreeMap;
-use std::io::Write;
 use std::time::Instant;
 
 use anyhow::{Context, bail};
 
 use super::{Header, Writer};
-use crate::checkpoint::{self, State, Tensor, TensorData};
+use crate::checkpoint::{State, Tensor, TensorData};
 use crate::cli::JepaTargetsArgs;
-use crate::commands::{elsewhere, without_objective};
+use crate::commands::{elsewhere, find, without_objective};
 use crate::config::{Config, ConfigError, JepaConfig, JepaMode, Sources, changes, resolve};
-use crate::data::{Batch, Data};
+use crate::data::Data;
 use crate::progress::{Reporter, minutes};
 use crate::run::RunFolder;
 use crate::signals::Stop;
@@ -31,12 +30,7 @@ pub fn run(arguments: &JepaTargetsArgs, build: Build) -> anyhow::Result<()> {
         bail!(ConfigError::Usage(format!("jepa-targets: `{path}` exists and is not overwritten; give another --out")));
     }
     let run = RunFolder::open(&arguments.run)?;
-    let parent = run.checkpoints();
-    let found = if arguments.best { checkpoint::best_good(&parent)? } else { checkpoint::newest_good(&parent)? };
-    for problem in &found.skipped {
-        let _ = writeln!(std::io::stderr(), "warning: skipped: {problem}");
-    }
-    let stored = Config::from_toml(&found.loaded.config_toml, &found.path.join("config.toml"))?;
+    let (found, stored) = find(&run, arguments.best)?;
     let mut config = readers_config(&stored, &arguments.set)?;
     let data = Data::open(&config)?;
     if (&config.data.path, &config.data.eval_path) == (&stored.data.path, &stored.data.eval_path) {
@@ -81,8 +75,7 @@ pub fn run(arguments: &JepaTargetsArgs, build: Build) -> anyhow::Result<()> {
             return Ok(());
         }
         let step = first + done;
-        let source = if config.train.overfit_one_batch { 0 } else { step };
-        let batch = Batch { step, ..data.batch(source, config.train.batch_rows)? };
+        let batch = data.training_batch(&config.train, step)?;
         let mask = batch.mask.as_deref().expect("data of a run with the objective has masks");
         writer.add(mask, &learner.latents(&batch)?)?;
         let done = done + 1;

@@ -20,7 +20,7 @@ use ndarray::{Array2, ArrayView1, Axis, IxDyn};
 use super::{ModelLearner, RECORD_TAIL, RING_STEPS};
 use crate::checkpoint::{State, Tensor, TensorData};
 use crate::config::{Config, Engram, Format, ModelConfig};
-use crate::data::{Batch, KeyPlan};
+use crate::data::{Batch, KeyPlan, rows_of};
 use crate::host_table::HostTable;
 use crate::instruments::Witness;
 use crate::model::{MEMORY_TABLE, Memory, Model, Param, Table};
@@ -171,7 +171,13 @@ impl<B: Backend> MemoryPart<B> {
                 Ok(None)
             }
             Place::Host(table) => {
-                let all = compact(&keys.rows, &engram_hash::order(&keys.rows));
+                // Where every row gets a gradient, the batch has come with their order.
+                let order = if touched == all {
+                    Cow::Borrowed(&keys.order)
+                } else {
+                    Cow::Owned(engram_hash::order(&keys.rows))
+                };
+                let all = compact(&keys.rows, &order);
                 upload_ids(b, &all.slots, &self.rows)?;
                 let small = table.gather(&all).mapv(f64::from);
                 let into = b.view(&model.params, model.table.get(MEMORY_TABLE).start, small.shape())?;
@@ -386,9 +392,7 @@ impl<B: Backend> Reading<B> {
 
     /// Brings the keys of windows to the device. Every row of `ids` is the start of a sequence.
     pub fn upload(&self, b: &B, part: &MemoryPart<B>, ids: &Array2<u8>) -> Result<()> {
-        let symbols = ids.axis_iter(Axis(0)).map(|row| row.iter().map(|&id| u32::from(id)).collect::<Vec<u32>>());
-        let rows: Vec<u32> = symbols.flat_map(|row| engram_hash::rows(&row, part.plan.table_rows)).flatten().collect();
-        self.upload_rows(b, part, &rows)
+        self.upload_rows(b, part, &rows_of(ids.view(), None, part.plan.table_rows))
     }
 
     /// Brings the keys of the next byte of a sequence to the device.

@@ -9,7 +9,6 @@
 //! before the step, from the mask that came with the batch.
 
 use std::cell::{Cell, RefCell};
-use std::ops::Range;
 
 use anyhow::{Context, Result, bail, ensure};
 use dormouse_cuda::Pass as Direction;
@@ -23,7 +22,7 @@ use crate::config::{Config, JepaMode};
 use crate::data::Batch;
 use crate::instruments::{Ask, Objective, Witness};
 use crate::jepa_targets::Reader;
-use crate::model::{self, Ablation, Group, JEPA_STEMS, KOLEO_WEIGHT, Memory, Pass, Table, Upstream};
+use crate::model::{self, Ablation, JEPA_STEMS, KOLEO_WEIGHT, Memory, Pass, Table, Upstream};
 use crate::train::Aux;
 
 /// Terms of the objective that a part of a step adds to its losses: jepa and koleo.
@@ -93,7 +92,7 @@ impl<B: Backend + Witness> JepaPart<B> {
             }
             None => Source::Teacher {
                 params: b.persistent(&[table.len()], b.float())?,
-                ema: ema::Config { momentum: c.momentum, ranges: followed(table) },
+                ema: ema::Config { momentum: c.momentum, ranges: table.ranges_without_rows() },
             },
         };
         Ok(Some(Self {
@@ -148,18 +147,6 @@ impl<B: Backend + Witness> JepaPart<B> {
             Source::Targets { .. } => None,
         }
     }
-}
-
-/// What of the parameters a teacher follows: all but the tables of rows, which it reads from the model.
-fn followed(table: &Table) -> Vec<Range<usize>> {
-    let mut ranges: Vec<Range<usize>> = Vec::new();
-    for param in table.params.iter().filter(|p| p.group != Group::Rows) {
-        match ranges.last_mut() {
-            Some(last) if last.end == param.start => last.end = param.range().end,
-            _ => ranges.push(param.range()),
-        }
-    }
-    ranges
 }
 
 impl<B: Backend + Witness> ModelLearner<B> {
@@ -298,8 +285,8 @@ impl<B: Backend + Witness> ModelLearner<B> {
             return Ok(Vec::new());
         }
         let mut flat = weights.to_vec();
-        let followed = || self.model.table.params.iter().filter(|p| p.group != Group::Rows);
-        for param in followed() {
+        let table = &self.model.table;
+        for param in table.without_rows() {
             let name = param.name;
             let tensor =
                 state.teacher.get(name).with_context(|| format!("checkpoint: the teacher's `{name}` is missing"))?;
@@ -310,7 +297,7 @@ impl<B: Backend + Witness> ModelLearner<B> {
                 *to = f64::from(from);
             }
         }
-        match state.teacher.keys().find(|name| !followed().any(|p| p.name == **name)) {
+        match state.teacher.keys().find(|name| !table.without_rows().any(|p| p.name == **name)) {
             Some(unknown) => bail!("checkpoint: the teacher's `{unknown}` is none of this model's"),
             None => Ok(flat),
         }
@@ -346,7 +333,7 @@ impl<B: Backend + Witness> ModelLearner<B> {
     pub(super) fn export_teacher(&self, state: &mut State) -> Result<()> {
         let Some(params) = self.jepa.as_ref().and_then(JepaPart::teacher) else { return Ok(()) };
         let flat = self.flat(params)?;
-        for param in self.model.table.params.iter().filter(|p| p.group != Group::Rows) {
+        for param in self.model.table.without_rows() {
             let values = flat[param.range()].iter().map(|&x| x as f32).collect();
             state.teacher.insert(param.name.to_owned(), Tensor::f32(&param.shape, values));
         }

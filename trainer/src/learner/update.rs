@@ -30,10 +30,9 @@ impl<B: Backend + Witness> ModelLearner<B> {
         b.stage("sanitise and norm");
         let (o, table) = (&self.config.optimizer, &self.model.table);
         // An update of Muon has the same size whatever the norm is, so its gradients have no part in the clipping. Nor
-        // have the memory's rows, which come last: a row that is seldom touched must not decide how far the rest moves.
-        let everything = 0..table.len() - table.ranges(Group::Rows).iter().map(ExactSizeIterator::len).sum::<usize>();
+        // have the memory's rows: a row that is seldom touched must not decide how far the rest moves.
         let clip = match self.muon {
-            None => vec![everything],
+            None => table.ranges_without_rows(),
             Some(_) => [Group::Matrix, Group::Vector].into_iter().flat_map(|group| table.ranges(group)).collect(),
         };
         let config = sanitise::Config { max_norm: Some(o.clip_norm), clip, skips_allowed: SKIPS_ALLOWED };

@@ -120,10 +120,6 @@ mod tests {
     use super::*;
     use crate::config::{Rule, preset};
 
-    fn grouped(config: &Config) -> Table {
-        Table::of(config)
-    }
-
     #[test]
     fn the_products_of_the_benchmark_model_are_those_of_its_shapes() {
         let config = preset("small").unwrap();
@@ -138,7 +134,7 @@ mod tests {
             + 2 * d * r
             + (d + 256) * r
             + 2 * 96 * d;
-        let products = Products::of(&config, &grouped(&config));
+        let products = Products::of(&config, &Table::of(&config));
         // The predictor is asked once; the teacher has one output map and no head.
         let (out, head) = (2 * d * r, (d + 256) * r);
         assert_eq!(products.forward, 2 * 8 * 512 * (2 * weights + d * d));
@@ -154,25 +150,25 @@ mod tests {
         // The rule moves no product of the passes.
         let mut adamw = config.clone();
         adamw.optimizer.rule = Rule::Adamw;
-        let other = Products::of(&adamw, &grouped(&adamw));
+        let other = Products::of(&adamw, &Table::of(&adamw));
         assert_eq!((other.forward, other.muon), (products.forward, 0));
     }
 
     #[test]
     fn memory_classes_are_the_buffers_that_a_learner_has() {
         let mut config = preset("tiny").unwrap();
-        let plain = MemoryClasses::of(&config, &grouped(&config));
-        let len = 4 * grouped(&config).len() as u64;
+        let plain = MemoryClasses::of(&config, &Table::of(&config));
+        let len = 4 * Table::of(&config).len() as u64;
         assert_eq!(
             plain,
             MemoryClasses { weights: len, gradients: len, moments: 2 * len, teacher: 0, table: 0, room: 0 }
         );
         config.model.engram = Engram::Device;
-        let device = MemoryClasses::of(&config, &grouped(&config));
+        let device = MemoryClasses::of(&config, &Table::of(&config));
         assert_eq!(device.table, 4 * (4 * 12_288 * 32 + 12_288));
         assert_eq!(device.weights, plain.weights + 4 * 2 * 96 * 128);
         config.model.engram = Engram::Host;
-        let host = MemoryClasses::of(&config, &grouped(&config).with_resident_rows(768));
+        let host = MemoryClasses::of(&config, &Table::of(&config).with_resident_rows(768));
         assert_eq!((host.weights, host.table), (device.weights, 4 * (3 * 12_288 * 32 + 12_288)));
         assert_eq!(host.room, 4 * 4 * 768 * 32);
     }

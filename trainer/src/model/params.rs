@@ -226,18 +226,20 @@ impl Table {
         self.params.iter().find(|p| p.name == name).unwrap_or_else(|| panic!("the table has no parameter `{name}`"))
     }
 
-    /// The ranges of one group, neighbours joined.
-    pub fn ranges(&self, group: Group) -> Vec<Range<usize>> {
-        let mut ranges: Vec<Range<usize>> = Vec::new();
-        for param in self.params.iter().filter(|p| p.group == group) {
-            match ranges.last_mut() {
-                Some(last) if last.end == param.start => last.end = param.range().end,
-                _ => ranges.push(param.range()),
-            }
-        }
-        ranges
+    /// All parameters but the tables of rows: what is clipped, and what a teacher follows.
+    pub fn without_rows(&self) -> impl Iterator<Item = &Param> {
+        self.params.iter().filter(|param| param.group != Group::Rows)
     }
 
+    /// The ranges of one group, neighbours joined.
+    pub fn ranges(&self, group: Group) -> Vec<Range<usize>> {
+        joined(self.params.iter().filter(|param| param.group == group))
+    }
+
+    /// The ranges of all but the tables of rows, neighbours joined.
+    pub fn ranges_without_rows(&self) -> Vec<Range<usize>> {
+        joined(self.without_rows())
+    }
     /// Initial values of the flat buffer: a function of the seed and the table alone.
     pub fn initial(&self, seed: u64) -> Vec<f64> {
         let mut flat = Vec::with_capacity(self.len());
@@ -246,6 +248,18 @@ impl Table {
         }
         flat
     }
+}
+
+/// The ranges of some parameters, in the order of the table, neighbours joined.
+fn joined<'a>(params: impl Iterator<Item = &'a Param>) -> Vec<Range<usize>> {
+    let mut ranges: Vec<Range<usize>> = Vec::new();
+    for param in params {
+        match ranges.last_mut() {
+            Some(last) if last.end == param.start => last.end = param.range().end,
+            _ => ranges.push(param.range()),
+        }
+    }
+    ranges
 }
 
 fn initial_values(param: &Param, rng: &mut ChaCha8Rng) -> Vec<f64> {

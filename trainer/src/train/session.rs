@@ -13,7 +13,7 @@ use super::{Latch, Learner, Score, StepRecord, score};
 use crate::anchors::{Anchors, FIT_LIMIT_BYTES};
 use crate::checkpoint::{self, Facts};
 use crate::config::Config;
-use crate::data::{Batch, Data, KeyPlan, Prefetch, Segment};
+use crate::data::{Data, KeyPlan, Prefetch, Segment};
 use crate::exit::{NonFiniteResult, NonFiniteStop};
 use crate::host;
 use crate::instruments::Engagement;
@@ -463,8 +463,7 @@ impl Session {
     fn bundle(&mut self, latch: Latch) -> anyhow::Result<NonFiniteStop> {
         let Latch { skipped, step } = latch;
         let folder = self.run.path().join(format!("nonfinite_{:06}", step + 1));
-        let source = if self.config.train.overfit_one_batch { 0 } else { step };
-        let batch = Batch { step, ..self.data.batch(source, self.config.train.batch_rows)? };
+        let batch = self.data.training_batch(&self.config.train, step)?;
         let first = self.learner.first_nonfinite(&batch)?;
         let first = first.unwrap_or_else(|| "none: the batch is finite on the present weights".into());
         let facts = self.facts(step);

@@ -1,5 +1,7 @@
 //! The objective in whole steps: its gradient, who sees which bytes, how the teacher follows, and what a file replaces.
 
+use std::ops::Range;
+
 use dormouse_reference::{Reference, Scalar, StepKey, Tensor as RefTensor, Tensors};
 use rand::RngExt;
 use rand_distr::StandardNormal;
