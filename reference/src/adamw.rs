@@ -96,6 +96,7 @@ pub trait Adamw: Tensors {
 }
 
 impl<T: Scalar> Adamw for Reference<T> {
+    #[inline(never)]
     fn update(&self, config: &Config, state: State<&Tensor<T>>, scalars: Scalars<&Tensor<T>>) -> Result<()> {
         let buffers = state.clone().named();
         let mut dims = Dims::new(OP);

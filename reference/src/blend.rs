@@ -105,6 +105,7 @@ pub struct Saved<T> {
 impl<T: Scalar> Blend for Reference<T> {
     type Saved = Saved<T>;
 
+    #[inline(never)]
     fn forward(&self, config: &Config, inputs: Inputs<&Tensor<T>>) -> Result<(Outputs<Tensor<T>>, Saved<T>)> {
         const OP: &str = "blend::forward";
         check_config(OP, config)?;
@@ -115,6 +116,7 @@ impl<T: Scalar> Blend for Reference<T> {
         Ok((outputs, Saved { inputs: inputs.map(|_, x| x.clone()) }))
     }
 
+    #[inline(never)]
     fn backward(&self, config: &Config, saved: &Saved<T>, upstream: Outputs<&Tensor<T>>) -> Result<Grads<Tensor<T>>> {
         const OP: &str = "blend::backward";
         check_config(OP, config)?;

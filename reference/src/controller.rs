@@ -119,6 +119,7 @@ pub struct Saved<T> {
 impl<T: Scalar> Controller for Reference<T> {
     type Saved = Saved<T>;
 
+    #[inline(never)]
     fn forward(
         &self,
         config: &Config,
@@ -151,6 +152,7 @@ impl<T: Scalar> Controller for Reference<T> {
         Ok((Outputs { gates }, saved))
     }
 
+    #[inline(never)]
     fn backward(
         &self,
         config: &Config,

@@ -121,6 +121,7 @@ struct Row<T> {
 impl<T: Scalar> CrossEntropy for Reference<T> {
     type Saved = Saved<T>;
 
+    #[inline(never)]
     fn forward(&self, config: &Config, inputs: Inputs<&Tensor<T>>) -> Result<(Outputs<Tensor<T>>, Saved<T>)> {
         const OP: &str = "cross_entropy::forward";
         let classes = check_shapes(OP, inputs.clone().map(|_, tensor| tensor.shape()))?;
@@ -143,6 +144,7 @@ impl<T: Scalar> CrossEntropy for Reference<T> {
         Ok((outputs, Saved { logits: inputs.logits.clone(), targets, rows }))
     }
 
+    #[inline(never)]
     fn backward(&self, config: &Config, saved: &Saved<T>, upstream: Outputs<&Tensor<T>>) -> Result<Grads<Tensor<T>>> {
         const OP: &str = "cross_entropy::backward";
         if upstream.nll.is_some() {

@@ -141,6 +141,7 @@ pub struct Saved<T> {
 impl<T: Scalar> DecayGate for Reference<T> {
     type Saved = Saved<T>;
 
+    #[inline(never)]
     fn forward(
         &self,
         config: &Config,
@@ -173,6 +174,7 @@ impl<T: Scalar> DecayGate for Reference<T> {
         Ok((outputs, saved))
     }
 
+    #[inline(never)]
     fn backward(
         &self,
         config: &Config,

@@ -75,6 +75,7 @@ pub trait Ema: Tensors {
 const OP: &str = "ema::update";
 
 impl<T: Scalar> Ema for Reference<T> {
+    #[inline(never)]
     fn update(&self, config: &Config, inputs: Inputs<&Tensor<T>>) -> Result<()> {
         let mut dims = Dims::new(OP);
         dims.bind("teacher", inputs.teacher.shape(), &["P"])?;

@@ -87,6 +87,7 @@ pub struct Saved<T> {
 impl<T: Scalar> Embedding for Reference<T> {
     type Saved = Saved<T>;
 
+    #[inline(never)]
     fn forward(
         &self,
         _config: &Config,
@@ -109,6 +110,7 @@ impl<T: Scalar> Embedding for Reference<T> {
         Ok((Outputs { x: self.adopt(x, &shape) }, saved))
     }
 
+    #[inline(never)]
     fn backward(
         &self,
         _config: &Config,

@@ -153,6 +153,7 @@ struct Fit<T> {
 impl<T: Scalar> Engram for Reference<T> {
     type Saved = Saved<T>;
 
+    #[inline(never)]
     fn forward(
         &self,
         config: &Config,
@@ -176,6 +177,7 @@ impl<T: Scalar> Engram for Reference<T> {
         Ok((outputs, saved))
     }
 
+    #[inline(never)]
     fn backward(
         &self,
         config: &Config,

@@ -72,6 +72,7 @@ pub trait EngramHash: Tensors {
 }
 
 impl<T: Scalar> EngramHash for Reference<T> {
+    #[inline(never)]
     fn forward(&self, config: &Config, inputs: Inputs<&Tensor<T>>) -> Result<Outputs<Tensor<T>>> {
         let [batch, tokens] = check(config, inputs.clone().map(|_, x| x.shape()))?;
         let mut symbols = self.read_ids(OP, "ids", inputs.ids)?;

@@ -164,6 +164,7 @@ struct Activation<T> {
 impl<T: Scalar> Expert for Reference<T> {
     type Saved = Saved<T>;
 
+    #[inline(never)]
     fn forward(
         &self,
         config: &Config,
@@ -205,6 +206,7 @@ impl<T: Scalar> Expert for Reference<T> {
         Ok((outputs, Saved { u: inputs.u.clone(), params: params.map(|_, p| p.clone()), experts }))
     }
 
+    #[inline(never)]
     fn backward(
         &self,
         config: &Config,

@@ -117,6 +117,7 @@ pub struct Saved<T> {
 impl<T: Scalar> GatedRmsNorm for Reference<T> {
     type Saved = Saved<T>;
 
+    #[inline(never)]
     fn forward(
         &self,
         config: &Config,
@@ -138,6 +139,7 @@ impl<T: Scalar> GatedRmsNorm for Reference<T> {
         Ok((Outputs { y: self.adopt(Array1::from(y), inputs.o.shape()) }, saved))
     }
 
+    #[inline(never)]
     fn backward(
         &self,
         config: &Config,

@@ -96,6 +96,7 @@ pub struct Saved<T> {
 impl<T: Scalar> Jepa for Reference<T> {
     type Saved = Saved<T>;
 
+    #[inline(never)]
     fn forward(&self, config: &Config, inputs: Inputs<&Tensor<T>>) -> Result<(Outputs<Tensor<T>>, Saved<T>)> {
         const OP: &str = "jepa::forward";
         check_eps(OP, config.eps)?;
@@ -117,6 +118,7 @@ impl<T: Scalar> Jepa for Reference<T> {
         Ok((Outputs { loss: self.adopt(loss, &[1]) }, saved))
     }
 
+    #[inline(never)]
     fn backward(&self, config: &Config, saved: &Saved<T>, upstream: Outputs<&Tensor<T>>) -> Result<Grads<Tensor<T>>> {
         const OP: &str = "jepa::backward";
         check_eps(OP, config.eps)?;

@@ -114,6 +114,7 @@ struct Nearest<T> {
 impl<T: Scalar> Koleo for Reference<T> {
     type Saved = Saved<T>;
 
+    #[inline(never)]
     fn forward(&self, config: &Config, inputs: Inputs<&Tensor<T>>) -> Result<(Outputs<Tensor<T>>, Saved<T>)> {
         const OP: &str = "koleo::forward";
         check_config(OP, config)?;
@@ -138,6 +139,7 @@ impl<T: Scalar> Koleo for Reference<T> {
         Ok((Outputs { loss: self.adopt(Array1::from_elem(1, loss), &[1]) }, saved))
     }
 
+    #[inline(never)]
     fn backward(
         &self,
         config: &Config,

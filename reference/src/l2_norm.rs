@@ -93,6 +93,7 @@ pub struct Saved<T> {
 impl<T: Scalar> L2Norm for Reference<T> {
     type Saved = Saved<T>;
 
+    #[inline(never)]
     fn forward(&self, config: &Config, inputs: Inputs<&Tensor<T>>) -> Result<(Outputs<Tensor<T>>, Saved<T>)> {
         const OP: &str = "l2_norm::forward";
         check_config(OP, config)?;
@@ -105,6 +106,7 @@ impl<T: Scalar> L2Norm for Reference<T> {
         Ok((Outputs { y: y.clone() }, Saved { y, rho }))
     }
 
+    #[inline(never)]
     fn backward(&self, config: &Config, saved: &Saved<T>, upstream: Outputs<&Tensor<T>>) -> Result<Grads<Tensor<T>>> {
         const OP: &str = "l2_norm::backward";
         check_config(OP, config)?;

@@ -113,6 +113,7 @@ pub struct Saved<T> {
 impl<T: Scalar> LayerNorm for Reference<T> {
     type Saved = Saved<T>;
 
+    #[inline(never)]
     fn forward(
         &self,
         config: &Config,
@@ -140,6 +141,7 @@ impl<T: Scalar> LayerNorm for Reference<T> {
         Ok((Outputs { y: self.adopt(y, &shape) }, saved))
     }
 
+    #[inline(never)]
     fn backward(
         &self,
         config: &Config,

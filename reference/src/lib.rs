@@ -27,6 +27,9 @@ pub mod adamw;
 pub mod backend;
 pub mod blend;
 pub mod checked;
+#[cfg(all(debug_assertions, not(test)))]
+#[doc(hidden)]
+pub mod compiled;
 pub mod controller;
 pub mod cpu;
 pub mod cross_entropy;

@@ -107,6 +107,7 @@ pub struct Saved<T> {
 impl<T: Scalar> Linear for Reference<T> {
     type Saved = Saved<T>;
 
+    #[inline(never)]
     fn forward(
         &self,
         config: &Config,
@@ -141,6 +142,7 @@ impl<T: Scalar> Linear for Reference<T> {
         Ok((Outputs { y: self.adopt(y, &shape) }, saved))
     }
 
+    #[inline(never)]
     fn backward(
         &self,
         config: &Config,

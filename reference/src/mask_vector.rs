@@ -100,6 +100,7 @@ pub struct Saved {
 impl<T: Scalar> MaskVector for Reference<T> {
     type Saved = Saved;
 
+    #[inline(never)]
     fn forward(
         &self,
         _config: &Config,
@@ -120,6 +121,7 @@ impl<T: Scalar> MaskVector for Reference<T> {
         Ok((Outputs { y: self.adopt(y, &shape) }, Saved { shape, mask }))
     }
 
+    #[inline(never)]
     fn backward(
         &self,
         _config: &Config,

@@ -152,6 +152,7 @@ pub trait Muon: Tensors {
 const OP: &str = "muon::update";
 
 impl<T: Scalar> Muon for Reference<T> {
+    #[inline(never)]
     fn update(&self, config: &Config, state: State<&Tensor<T>>, scalars: Scalars<&Tensor<T>>) -> Result<()> {
         let buffers = state.clone().named();
         let mut dims = Dims::new(OP);

@@ -27,6 +27,7 @@ pub trait Record: Tensors {
 }
 
 impl<T: Scalar> Record for Reference<T> {
+    #[inline(never)]
     fn update(&self, values: &[&Tensor<T>], step: &Tensor<T>, ring: &Tensor<T>) -> Result<()> {
         const OP: &str = "record::update";
         let mut dims = Dims::new(OP);

@@ -104,6 +104,7 @@ pub struct Saved<T> {
 impl<T: Scalar> Residual for Reference<T> {
     type Saved = Saved<T>;
 
+    #[inline(never)]
     fn forward(
         &self,
         _config: &Config,
@@ -125,6 +126,7 @@ impl<T: Scalar> Residual for Reference<T> {
         Ok((outputs, Saved { y: inputs.y.clone(), rho: params.rho.clone() }))
     }
 
+    #[inline(never)]
     fn backward(
         &self,
         _config: &Config,

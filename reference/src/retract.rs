@@ -89,6 +89,7 @@ pub trait Retract: Tensors {
 const OP: &str = "retract::update";
 
 impl<T: Scalar> Retract for Reference<T> {
+    #[inline(never)]
     fn update(&self, config: &Config, factor: &Tensor<T>, apply: &Tensor<T>) -> Result<Outputs<Tensor<T>>> {
         check_config(config)?;
         let [e, n, k] = check_shape(factor.shape())?;

@@ -69,6 +69,7 @@ pub trait RetractAll: Tensors {
 const OP: &str = "retract_all::update";
 
 impl<T: Scalar> RetractAll for Reference<T> {
+    #[inline(never)]
     fn update(&self, config: &Config, params: &Tensor<T>, apply: &Tensor<T>) -> Result<Outputs<Tensor<T>>> {
         let mut dims = Dims::new(OP);
         dims.bind("params", params.shape(), &["P"])?;

@@ -115,6 +115,7 @@ pub struct Saved<T> {
 impl<T: Scalar> RmsNorm for Reference<T> {
     type Saved = Saved<T>;
 
+    #[inline(never)]
     fn forward(
         &self,
         config: &Config,
@@ -144,6 +145,7 @@ impl<T: Scalar> RmsNorm for Reference<T> {
         Ok((outputs, Saved { c, gain: params.gain.clone(), rho, has_shift }))
     }
 
+    #[inline(never)]
     fn backward(
         &self,
         config: &Config,

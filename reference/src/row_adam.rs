@@ -100,6 +100,7 @@ pub trait RowAdam: Tensors {
 }
 
 impl<T: Scalar> RowAdam for Reference<T> {
+    #[inline(never)]
     fn update(
         &self,
         config: &Config,

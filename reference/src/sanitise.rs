@@ -91,6 +91,7 @@ pub trait Sanitise: Tensors {
 }
 
 impl<T: Scalar> Sanitise for Reference<T> {
+    #[inline(never)]
     fn update(
         &self,
         config: &Config,

@@ -131,6 +131,7 @@ pub struct Saved<T> {
 impl<T: Scalar> ShortConv for Reference<T> {
     type Saved = Saved<T>;
 
+    #[inline(never)]
     fn forward(
         &self,
         _config: &Config,
@@ -174,6 +175,7 @@ impl<T: Scalar> ShortConv for Reference<T> {
         Ok((outputs, saved))
     }
 
+    #[inline(never)]
     fn backward(
         &self,
         _config: &Config,

@@ -122,6 +122,7 @@ pub struct Saved<T> {
 impl<T: Scalar> Spectral for Reference<T> {
     type Saved = Saved<T>;
 
+    #[inline(never)]
     fn forward(
         &self,
         config: &Config,
@@ -140,6 +141,7 @@ impl<T: Scalar> Spectral for Reference<T> {
         Ok((outputs, Saved { x: inputs.x.clone(), params: params.map(|_, p| p.clone()), a }))
     }
 
+    #[inline(never)]
     fn backward(
         &self,
         config: &Config,

@@ -213,6 +213,7 @@ pub(crate) type GradRows<'a, T> = Grads<Vec<&'a mut [T]>>;
 impl<T: Scalar> Kda for Reference<T> {
     type Saved = Saved<T>;
 
+    #[inline(never)]
     fn forward(&self, config: &Config, inputs: Inputs<&Tensor<T>>) -> Result<(Outputs<Tensor<T>>, Saved<T>)> {
         const OP: &str = "kda::forward";
         check_config(OP, config)?;
@@ -227,6 +228,7 @@ impl<T: Scalar> Kda for Reference<T> {
         Ok((outputs, Saved { inputs: inputs.map(|_, x| x.clone()), checkpoints }))
     }
 
+    #[inline(never)]
     fn backward(&self, config: &Config, saved: &Saved<T>, upstream: Outputs<&Tensor<T>>) -> Result<Grads<Tensor<T>>> {
         const OP: &str = "kda::backward";
         check_config(OP, config)?;

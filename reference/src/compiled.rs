@@ -1,0 +1,34 @@
+//! The operations for each number type, compiled in this crate once.
+//!
+//! A generic function is compiled again in every crate that uses it, and these are most of the code of the gates, of the
+//! trainer and of every test program. One that is `#[inline(never)]` is taken from the crate of its definition if that
+//! crate has compiled it for the same type; the backends here make it do so, and have no other use. A release build is of
+//! one program with one number type and does without.
+
+use crate::cpu::{Reference, Tensor};
+use crate::delegate_backend;
+use crate::scalar::Dual;
+
+macro_rules! hand_on {
+    ($self:ident, $d:ident => $call:expr) => {{
+        let $d = &$self.0;
+        $call
+    }};
+    ($self:ident, $stem:ident, $method:ident, $d:ident => $call:expr) => {
+        hand_on!($self, $d => $call)
+    };
+}
+
+macro_rules! compiled {
+    ($($name:ident $scalar:ty;)*) => {$(
+        pub struct $name(pub Reference<$scalar>);
+
+        delegate_backend!($name, Tensor<$scalar>, Reference<$scalar>, hand_on, hand_on);
+    )*};
+}
+
+compiled! {
+    OfF32 f32;
+    OfF64 f64;
+    OfDual Dual;
+}
