@@ -25,7 +25,7 @@
 
 mod adamw;
 mod blend;
-#[cfg(debug_assertions)]
+#[cfg(all(debug_assertions, not(test)))]
 #[doc(hidden)]
 pub mod compiled;
 mod controller;
