@@ -39,6 +39,15 @@ const SHAPES: [Shape; 10] = [
     [4096, 64, 8, 16, 16],
 ];
 
+/// Case A4 of the list of other people's faults: gradients were NaN at this size, and right at a smaller one.
+const WIDE_MODEL: Shape = [1, 4096, 96, 128, 128];
+
+/// Case G1: equal calls gave other bits at this size, now and then.
+const REPEATED: Shape = [2, 8192, 16, 128, 128];
+
+/// The calls of that case.
+const CALLS: usize = 30;
+
 /// The widest K and V that there are.
 const WIDEST: usize = 256;
 
@@ -63,12 +72,12 @@ fn run<R: Engine>(can: fn(Shape) -> bool) -> ExitCode {
     };
     println!("{}", b.describe());
     let mut wrong = 0;
-    for shape in SHAPES {
+    for shape in SHAPES.into_iter().chain([WIDE_MODEL]) {
         if !can(shape) {
             println!("NOT RUN {} (too large for this driver)", named(shape));
             continue;
         }
-        for states in [false, true] {
+        for &states in if shape == WIDE_MODEL { &[false][..] } else { &[false, true] } {
             match check(&b, shape, states) {
                 Ok(right) => wrong += usize::from(!right),
                 Err(why) => {
@@ -76,6 +85,18 @@ fn run<R: Engine>(can: fn(Shape) -> bool) -> ExitCode {
                     wrong += 1;
                 }
             }
+        }
+    }
+    match if can(REPEATED) { repeated(&b) } else { Ok(None) } {
+        Ok(None) => println!("NOT RUN {} {CALLS} times (too large for this driver)", named(REPEATED)),
+        Ok(Some(0)) => println!("ok    {} {CALLS} times in bf16: one result", named(REPEATED)),
+        Ok(Some(others)) => {
+            println!("WRONG {}: {others} of {CALLS} calls in bf16 have other bits than the first", named(REPEATED));
+            wrong += 1;
+        }
+        Err(why) => {
+            println!("WRONG {}: {why}", named(REPEATED));
+            wrong += 1;
         }
     }
     for (shape, axis) in [([1, 2, 1, WIDEST + 1, 4], "K"), ([1, 2, 1, 4, WIDEST + 1], "V")] {
@@ -123,6 +144,24 @@ fn check<R: Engine>(b: &Device<R>, shape: Shape, states: bool) -> Result<bool> {
     }
     println!("      {:.1} s", start.elapsed().as_secs_f64());
     Ok(right)
+}
+
+/// How many calls of the fused kernels have other bits than the first one, by the output and the gradient of the keys.
+fn repeated<R: Engine>(b: &Device<R>) -> Result<Option<usize>> {
+    let problem = Problem::new(&mut Draw::new(b), REPEATED, false)?;
+    b.set_arm("kda", Arm::Fused)?;
+    let call = || -> Result<Values> {
+        b.set_graphs(false);
+        b.step(&StepKey { purpose: "kda_sizes", variant: 0 }, &mut |_| Ok(()))?;
+        let results = pass(b, Precision::Bf16, &problem)?;
+        download(b, results.into_iter().filter(|(name, _)| ["o", "dk"].contains(name)).collect())
+    };
+    let first = call()?;
+    let mut others = 0;
+    for _ in 1..CALLS {
+        others += usize::from(call()? != first);
+    }
+    Ok(Some(others))
 }
 
 /// The results of a pass, whose intermediates take the place of those of the pass before.

@@ -383,7 +383,9 @@ impl<R: Engine> Device<R> {
             captured
         };
         ran?;
-        Ok(Captured { graph: graph?, ledger, _buffers: buffers })
+        let (graph, mut ledger) = (graph?, ledger);
+        ledger.expect_nodes(R::nodes(&graph) as u64)?;
+        Ok(Captured { graph, ledger, _buffers: buffers })
     }
 
     fn check_storage(&self, op: &'static str, shape: &[usize], dtype: DType) -> Result<u64> {

@@ -3,8 +3,10 @@
 use std::collections::BTreeMap;
 
 use cubecl::prelude::*;
+use dormouse_reference::Result;
 
 use crate::arm::Arm;
+use crate::runtime::Error;
 
 /// Units of a cube in kernels whose units do not share anything.
 const UNITS: u32 = 64;
@@ -93,6 +95,9 @@ impl Site {
 /// The word that stands for a whole graph among the kernels of [`Ledger::sites`].
 pub const GRAPH: &str = "graph";
 
+/// The word for nodes of a graph that no launch was counted for.
+pub const UNLISTED: &str = "unlisted";
+
 /// Which half of an operation was called.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Pass {
@@ -134,6 +139,20 @@ impl Ledger {
         *self.calls.entry((stem, pass, arm)).or_default() += 1;
     }
 
+    /// Holds the launches of a captured step against the nodes that its graph has. A library may launch more than the one
+    /// kernel that was counted for a call; those are listed as [`UNLISTED`].
+    pub(crate) fn expect_nodes(&mut self, nodes: u64) -> Result<()> {
+        let counted = self.count();
+        if nodes < counted {
+            let reason = format!("{counted} launches were counted and the graph has {nodes} nodes");
+            return Err(Error::Launch { kernel: GRAPH.to_owned(), reason }.into());
+        }
+        for _ in counted..nodes {
+            self.note("step", UNLISTED, 0, 0);
+        }
+        Ok(())
+    }
+
     /// Adds one replay of a captured step: its launches are nodes now.
     pub(crate) fn replay(&mut self, captured: &Ledger, stage: &'static str) {
         let as_nodes = |site: &Site| Site { launches: 0, nodes: site.launches, ..*site };
@@ -173,7 +192,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_row_of_units_is_covered_and_folded_where_it_is_long() {
+    fn nodes_that_nobody_counted_are_listed_and_launches_without_a_node_are_an_error() {
+        let mut step = Ledger::default();
+        step.note("forward", "gemm", 8, 0);
+        step.note("backward", "fill", 4, 0);
+        let mut more = step.clone();
+        more.expect_nodes(3).unwrap();
+        assert_eq!((more.kernels[UNLISTED].count, more.count()), (1, 3));
+        step.expect_nodes(2).unwrap();
+        assert!(!step.kernels.contains_key(UNLISTED));
+        let error = step.expect_nodes(1).unwrap_err().to_string();
+        assert!(error.contains("2 launches were counted and the graph has 1 nodes"), "{error}");
+    }
+
+    #[test]
+    fn f3_a_row_of_units_is_covered_and_folded_where_it_is_long() {
         for n in [0, 1, 64, 65, 64 * 65535, 64 * 65535 + 1, 3_000_000_000] {
             let grid = Grid::units(n);
             let (x, y) = (u64::from(grid.cubes.0), u64::from(grid.cubes.1));

@@ -58,7 +58,7 @@ pub use cubecl::wgpu::WgpuRuntime as Lavapipe;
 pub use device::Device;
 pub use dormouse_receipts::{Receipt, Verdict};
 pub use gpu::{Gpu, Opened, Runtime};
-pub use launch::{GRAPH, Launches, Ledger, Pass, Site};
+pub use launch::{GRAPH, Launches, Ledger, Pass, Site, UNLISTED};
 pub use price::Price;
 pub use receipts::fingerprint;
 pub use runtime::{Cuda, Engine, Error, Hardware, Offline};

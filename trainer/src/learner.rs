@@ -296,9 +296,11 @@ impl<B: Backend + Witness> ModelLearner<B> {
                 continue;
             }
             let forward = self.model.forward(b, &batch, None)?;
+            b.stage("loss");
             for (i, loss) in forward.losses.iter().enumerate() {
                 b.keep(loss, &b.view(&self.losses, part * n + i, &[1])?)?;
             }
+            b.stage("backward");
             self.model.backward(b, &forward, &self.loss_weight)?;
         }
         match self.model.ablation {

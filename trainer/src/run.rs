@@ -151,12 +151,27 @@ impl RunFolder {
 
     /// Notes one more start of the run, and the configuration it goes on with.
     pub fn record_resume(&self, config: &Config, provenance: &Value) -> anyhow::Result<()> {
-        let path = self.path.join("run.json");
-        let stored = std::fs::read_to_string(&path).ok().and_then(|text| serde_json::from_str(&text).ok());
-        let mut starts: Vec<Value> = stored.unwrap_or_default();
+        let mut starts = self.starts();
         starts.push(provenance.clone());
         self.write("run.json", &pretty(&starts))?;
         self.write("config.toml", &config.to_toml())
+    }
+
+    /// Adds to the last start what computes it: the device, the arms, the algorithms of products.
+    pub fn record_facts(&self, facts: &impl serde::Serialize) -> anyhow::Result<()> {
+        let mut starts = self.starts();
+        let facts = serde_json::to_value(facts).context("run: what computes a run is no JSON")?;
+        match starts.last_mut() {
+            Some(last) if last["run"] != facts => last["run"] = facts,
+            _ => return Ok(()),
+        }
+        self.write("run.json", &pretty(&starts))
+    }
+
+    /// What run.json holds: an entry for every start.
+    fn starts(&self) -> Vec<Value> {
+        let stored = std::fs::read_to_string(self.path.join("run.json")).ok();
+        stored.and_then(|text| serde_json::from_str(&text).ok()).unwrap_or_default()
     }
 
     /// Writes a file of the run whole: a reader sees the old text or the new, never a part.
@@ -300,6 +315,12 @@ mod tests {
         let starts: Vec<serde_json::Value> =
             serde_json::from_str(&std::fs::read_to_string(run.path().join("run.json")).unwrap()).unwrap();
         assert_eq!(starts.len(), 2);
+        // What computes a start is known a little later, and belongs to the last one.
+        run.record_facts(&json!({"products": ["a"]})).unwrap();
+        run.record_facts(&json!({"products": ["a", "b"]})).unwrap();
+        let starts = run.starts();
+        assert_eq!((starts.len(), &starts[0]["run"]), (2, &serde_json::Value::Null));
+        assert_eq!(starts[1], json!({"seed": 1, "run": {"products": ["a", "b"]}}));
     }
 
     #[test]

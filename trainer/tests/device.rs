@@ -21,7 +21,12 @@ fn answers() -> bool {
 
 /// Arguments of a short run on the software device.
 fn train<'a>(name: &'a str, more: &[&'a str]) -> Vec<&'a str> {
-    let mut arguments = vec!["train", "--preset", "tiny", "--name", name, "--steps", "8", "--backend", "lavapipe"];
+    train_on("lavapipe", name, more)
+}
+
+/// Arguments of a short run.
+fn train_on<'a>(backend: &'a str, name: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+    let mut arguments = vec!["train", "--preset", "tiny", "--name", name, "--steps", "8", "--backend", backend];
     arguments.extend(["--batch", "2", "--seq", "20", "--save-every", "4", "--eval-every", "8", "--log-every", "4"]);
     for set in ["data.eval_windows=2", "data.eval_bytes=32", "log.sample_bytes=4"] {
         arguments.extend(["--set", set]);
@@ -36,6 +41,57 @@ fn state(place: &Place, name: &str) -> State {
 
 fn json(place: &Place, path: &str) -> Value {
     serde_json::from_str(&std::fs::read_to_string(place.path(path)).unwrap()).unwrap()
+}
+
+/// The rows of an atlas that only move or recast what the model's passes compute: kernels of `kda` beside its own four,
+/// and copies under whatever name.
+fn movers(atlas: &str) -> Vec<&str> {
+    const KDA: [&str; 4] = ["kda::prep", "kda::forward", "kda::dstate", "kda::grads"];
+    const WORDS: [&str; 6] = ["copy", "cast", "convert", "transpose", "permute", "relayout"];
+    let passes = atlas.lines().filter(|line| line.starts_with("student forward") || line.starts_with("backward"));
+    let moves = |line: &&str| {
+        // Stages may have two words, the operation and its kernel follow.
+        let mut words = line.split_whitespace().skip(if line.starts_with("backward") { 1 } else { 2 });
+        let (op, kernel) = (words.next().unwrap_or_default(), words.next().unwrap_or_default());
+        (op == "kda" && !KDA.contains(&kernel)) || WORDS.iter().any(|word| kernel.contains(word))
+    };
+    passes.filter(moves).collect()
+}
+
+#[test]
+fn a_kernel_that_only_moves_values_is_seen() {
+    let row = |stage: &str, op: &str, kernel: &str| format!("{stage:<18} {op:<16} {kernel:<32} 1.0 0.0 0 0.0 0.0");
+    let healthy = [row("backward", "kda", "kda::grads"), row("student forward", "fill", "fill"), row("loss", "copy", "copy")];
+    assert_eq!(movers(&healthy.join("\n")), Vec::<&str>::new());
+    for fault in [
+        row("student forward", "kda", "kda::relayout"),
+        row("backward", "kda", "kda::sum"),
+        row("student forward", "copy", "copy"),
+        row("backward", "cast_to_bf16", "cast_to_bf16"),
+    ] {
+        assert_eq!(movers(&fault), [fault.as_str()]);
+    }
+}
+
+#[test]
+fn on_a_gpu_two_processes_are_equal_and_a_killed_run_goes_on_to_the_bit() {
+    if let Err(why) = Cuda::available() {
+        // The software device shows the same without the kill: `a_run_counts_what_it_does_...` resumes in a new process.
+        eprintln!("NOTRUN on_a_gpu_two_processes_are_equal_and_a_killed_run_goes_on_to_the_bit: {why}");
+        return;
+    }
+    let place = Place::new();
+    let long = ["--steps", "400", "--save-every", "20", "--unverified"];
+    for name in ["first", "second"] {
+        place.run(&train_on("cuda", name, &long)).expect(0, &[]);
+    }
+    assert_eq!(state(&place, "first"), state(&place, "second"));
+    let child = place.spawn(&train_on("cuda", "killed", &long));
+    process::wait_for(&place.path("runs/killed/checkpoints/step_000040"));
+    process::signal(&child, libc::SIGKILL);
+    assert_eq!(process::Done::of(child.wait_with_output().unwrap()).code, None, "killed");
+    place.run(&["train", "--resume", "runs/killed"]).expect(0, &[]);
+    assert_eq!(state(&place, "killed"), state(&place, "first"));
 }
 
 #[test]
@@ -99,6 +155,8 @@ fn a_run_counts_what_it_does_marks_it_and_goes_on_to_the_bit() {
     assert_eq!(manifest["run"]["backend"], "lavapipe");
     assert_eq!(manifest["run"]["arms"]["kda"], "fused");
     assert_eq!(manifest["run"]["unverified"], true);
+    // The run's own record says the same of the process that computed it.
+    assert_eq!(json(&place, "runs/whole/run.json")[0]["run"], manifest["run"]);
 
     let top = place.run(&["atlas", "top", "atlas.tsv", "-n", "500"]);
     top.expect(0, &[]);
@@ -108,6 +166,8 @@ fn a_run_counts_what_it_does_marks_it_and_goes_on_to_the_bit() {
         assert!(top.out.lines().any(|line| line.starts_with(stage)), "no stage `{stage}` in: {}", top.out);
     }
     assert!(!top.out.contains("none "), "a launch belongs to no stage: {}", top.out);
+    assert!(top.out.contains("kda::grads"), "{}", top.out);
+    assert_eq!(movers(&top.out), Vec::<&str>::new());
 
     place.run(&train("half", &["--unverified", "--stop-at-step", "4"])).expect(0, &["UNVERIFIED"]);
     let other = ["train", "--resume", "runs/half", "--arm", "kda=plain", "--allow-change", "run.arms"];

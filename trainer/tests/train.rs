@@ -248,6 +248,8 @@ fn unusable_requests_leave_no_folder() {
     place.file("empty", b"");
     place.run(&train("a", "5", &["--data", "missing"])).expect(4, &["does not exist"]);
     place.run(&train("a", "5", &["--data", "empty"])).expect(4, &["has 0 bytes"]);
+    place.file("byte", b"a");
+    place.run(&train("a", "5", &["--data", "byte"])).expect(4, &["has 1 byte"]);
     place.run(&train("a", "5", &["--set", "train.stpes=1"])).expect(2, &["unknown key"]);
     place.run(&train("a", "5", &["--accumulate", "3"])).expect(2, &["does not divide"]);
     place.run(&train("a", "5", &["--lr", "0"])).expect(2, &["`optimizer.lr` is 0"]);

@@ -7,6 +7,7 @@ mod bench;
 mod bundle;
 mod cases;
 mod docs;
+mod driver;
 mod golden;
 mod ptx;
 mod receipts;
@@ -121,6 +122,7 @@ fn run(task: Task) -> Result<()> {
     let root = root();
     match task {
         Task::Test { require, rest } => {
+            driver::provide();
             let totals = test(&root, &rest)?;
             if !rest.is_empty() {
                 return Ok(());

@@ -21,7 +21,8 @@ pub fn compile(root: &Path, rest: &[String]) -> Result<()> {
         eprintln!("no CUDA headers in {} ({VARIABLE}); trying what is installed", folder.display());
     }
     crate::must(gate(root, toolkit.as_deref())?.args(rest))?;
-    if toolkit.is_some() && rest.is_empty() {
+    let whole = rest.is_empty() || *rest == ["--require", "ptx"];
+    if toolkit.is_some() && whole {
         bites(gate(root, toolkit.as_deref())?.args(["rms_norm", "--mutant", "no-cuda"]))?;
     }
     Ok(())

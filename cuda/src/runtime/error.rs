@@ -59,8 +59,8 @@ pub enum Error {
     NoAdapter,
     /// The device has no memory of that size left.
     #[error(
-        "out of device memory: need {need} B, free {free} B of {total} B; lower the batch or free the device \
-         (`nvidia-smi` lists who uses it)"
+        "out of device memory: need {need} B, free {free} B of {total} B; this process holds {}; lower the batch or \
+         free the device (`nvidia-smi` lists who uses it)", buffers(held)
     )]
     OutOfMemory {
         /// Bytes asked for.
@@ -69,6 +69,21 @@ pub enum Error {
         free: u64,
         /// Bytes the device has.
         total: u64,
+        /// Bytes of every buffer that this process holds.
+        held: Vec<u64>,
+    },
+    /// The GPU took no further work: after a fault of a kernel, or of the hardware, a process cannot use it again.
+    #[error(
+        "the GPU is lost to this process: {call} says {reason}; the last kernel launched was `{last_kernel}`; start \
+         again from the last checkpoint, and if it happens again, run `cargo xtask gate --sanitize memcheck`"
+    )]
+    DeviceLost {
+        /// What was called.
+        call: &'static str,
+        /// The driver's words.
+        reason: String,
+        /// The last kernel that was launched before, the first suspect.
+        last_kernel: String,
     },
     /// A tensor has more elements than a kernel can index.
     #[error("{op}: {elements} elements, at most {max} fit a 32-bit index; split the batch")]
@@ -135,8 +150,36 @@ pub enum Error {
     },
 }
 
+/// How much buffers hold together, and the largest of them.
+fn buffers(held: &[u64]) -> String {
+    let mut sizes = held.to_vec();
+    sizes.sort_unstable_by(|a, b| b.cmp(a));
+    let largest: Vec<String> = sizes.iter().take(3).map(|size| format!("{size} B")).collect();
+    match &largest[..] {
+        [] => "nothing".to_owned(),
+        _ => format!("{} B in {} buffers, the largest {}", sizes.iter().sum::<u64>(), sizes.len(), largest.join(", ")),
+    }
+}
+
 impl From<Error> for dormouse_reference::Error {
     fn from(error: Error) -> Self {
         dormouse_reference::Error::Device(Arc::new(error))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Error;
+
+    #[test]
+    fn out_of_memory_says_who_has_it() {
+        let error = Error::OutOfMemory { need: 900, free: 100, total: 1000, held: vec![40, 500, 60, 300] };
+        assert_eq!(
+            error.to_string(),
+            "out of device memory: need 900 B, free 100 B of 1000 B; this process holds 900 B in 4 buffers, the largest \
+             500 B, 300 B, 60 B; lower the batch or free the device (`nvidia-smi` lists who uses it)"
+        );
+        let error = Error::OutOfMemory { need: 900, free: 100, total: 1000, held: Vec::new() };
+        assert!(error.to_string().contains("this process holds nothing; lower"), "{error}");
     }
 }

@@ -103,6 +103,24 @@ pub fn driver_error(error: driver::DriverError) -> String {
     }
 }
 
+/// Whether every later call of this process fails as well: the driver gives a context up after these.
+pub fn ends_the_context(error: driver::DriverError) -> bool {
+    use driver::sys::CUresult as Code;
+    matches!(
+        error.0,
+        Code::CUDA_ERROR_ECC_UNCORRECTABLE
+            | Code::CUDA_ERROR_ILLEGAL_ADDRESS
+            | Code::CUDA_ERROR_LAUNCH_TIMEOUT
+            | Code::CUDA_ERROR_ASSERT
+            | Code::CUDA_ERROR_HARDWARE_STACK_ERROR
+            | Code::CUDA_ERROR_ILLEGAL_INSTRUCTION
+            | Code::CUDA_ERROR_MISALIGNED_ADDRESS
+            | Code::CUDA_ERROR_INVALID_ADDRESS_SPACE
+            | Code::CUDA_ERROR_INVALID_PC
+            | Code::CUDA_ERROR_LAUNCH_FAILED
+    )
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -118,6 +136,16 @@ mod tests {
         );
         let error = check_driver(11040, None).unwrap_err().to_string();
         assert!(error.starts_with("the NVIDIA driver for CUDA 11.4 is too old, needed 580 or newer"), "{error}");
+    }
+
+    #[test]
+    fn a_fault_of_a_kernel_loses_the_device_and_a_refused_call_does_not() {
+        use driver::DriverError;
+        use driver::sys::CUresult as Code;
+        assert!(ends_the_context(DriverError(Code::CUDA_ERROR_ILLEGAL_ADDRESS)));
+        assert!(ends_the_context(DriverError(Code::CUDA_ERROR_LAUNCH_FAILED)));
+        assert!(!ends_the_context(DriverError(Code::CUDA_ERROR_OUT_OF_MEMORY)));
+        assert!(!ends_the_context(DriverError(Code::CUDA_ERROR_INVALID_VALUE)));
     }
 
     #[test]

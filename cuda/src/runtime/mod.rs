@@ -104,6 +104,9 @@ pub trait Engine: gemm::Gemm {
     /// Ends the recording.
     fn end_capture(client: &ComputeClient<Self>) -> Result<Self::Graph, Error>;
 
+    /// How many nodes it has.
+    fn nodes(graph: &Self::Graph) -> usize;
+
     /// Runs what was recorded.
     fn replay(client: &ComputeClient<Self>, graph: &Self::Graph) -> Result<(), Error>;
 
@@ -181,8 +184,8 @@ impl cubecl::Runtime for Cuda {
     }
 }
 
-/// A captured step; empty if the step launched nothing.
-pub struct Recording(Option<CudaGraph>);
+/// A captured step and the number of its nodes; empty if the step launched nothing.
+pub struct Recording(Option<CudaGraph>, usize);
 
 // SAFETY: a graph is used by one device at a time: replays run on the device thread while the caller waits.
 unsafe impl Send for Recording {}
@@ -307,11 +310,19 @@ impl Engine for Cuda {
             // A launch that failed is the cause of a capture that failed.
             shared.take_error()?;
             let graph = graph?;
+            let mut nodes = 0;
             if let Some(graph) = &graph {
                 graph.upload().map_err(shared.call("cuGraphUpload"))?;
+                // SAFETY: the graph is alive; without a list the driver gives the number alone.
+                let counted = unsafe { sys::cuGraphGetNodes(graph.cu_graph(), std::ptr::null_mut(), &mut nodes) };
+                counted.result().map_err(shared.call("cuGraphGetNodes"))?;
             }
-            Ok(Recording(graph))
+            Ok(Recording(graph, nodes))
         })
+    }
+
+    fn nodes(graph: &Recording) -> usize {
+        graph.1
     }
 
     fn replay(client: &ComputeClient<Self>, graph: &Recording) -> Result<(), Error> {
@@ -424,6 +435,10 @@ impl Engine for WgpuRuntime {
 
     fn end_capture(_: &ComputeClient<Self>) -> Result<NoGraph, Error> {
         Err(no_graphs())
+    }
+
+    fn nodes(graph: &NoGraph) -> usize {
+        match *graph {}
     }
 
     fn replay(_: &ComputeClient<Self>, graph: &NoGraph) -> Result<(), Error> {

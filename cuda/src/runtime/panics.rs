@@ -57,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_panic_on_a_device_thread_is_an_error_of_the_next_call() {
+    fn h2_a_panic_on_a_device_thread_is_an_error_of_the_next_call() {
         watch();
         let thread = std::thread::Builder::new().name("DSD-9-9".into()).spawn(|| panic!("kernel fell over")).unwrap();
         assert!(thread.join().is_err());

@@ -40,7 +40,7 @@ use super::compile::{self, Cache};
 use super::error::Error;
 use super::gemm::Library;
 use super::gpu::{self, ALIGNMENT, Gpu};
-use super::library::driver_error;
+use super::library::{driver_error, ends_the_context};
 
 /// cubecl's compiler from its own representation to CUDA C++.
 pub type Compiler = CppCompiler<CudaDialect<CudaWmmaCompiler>>;
@@ -60,6 +60,8 @@ pub struct Shared {
     pub allocations: AtomicU64,
     /// Bytes allocated and not yet freed.
     pub allocated: AtomicU64,
+    /// Sizes of the buffers that are held, by their addresses.
+    held: Mutex<HashMap<u64, u64>>,
     /// Kernels that the compiler was run for.
     pub compiled: AtomicU64,
 }
@@ -86,6 +88,7 @@ impl Shared {
             launches: AtomicU64::new(0),
             allocations: AtomicU64::new(0),
             allocated: AtomicU64::new(0),
+            held: Mutex::default(),
             compiled: AtomicU64::new(0),
         }
     }
@@ -126,7 +129,26 @@ impl Shared {
 
     /// A failed call of the driver as an error.
     pub fn call(&self, call: &'static str) -> impl Fn(DriverError) -> Error {
-        move |error| Error::Call { call, reason: driver_error(error), last_kernel: lock(&self.last_kernel).to_string() }
+        move |error| {
+            let (reason, last_kernel) = (driver_error(error), lock(&self.last_kernel).to_string());
+            if ends_the_context(error) {
+                return Error::DeviceLost { call, reason, last_kernel };
+            }
+            Error::Call { call, reason, last_kernel }
+        }
+    }
+
+    /// Notes a buffer that was allocated.
+    pub fn hold(&self, at: u64, size: u64) {
+        self.allocations.fetch_add(1, Ordering::Relaxed);
+        self.allocated.fetch_add(size, Ordering::Relaxed);
+        lock(&self.held).insert(at, size);
+    }
+
+    /// That there is no memory for `need` more bytes.
+    pub fn out_of_memory(&self, need: u64) -> Error {
+        let (free, total) = cu::mem_get_info().unwrap_or((0, 0));
+        Error::OutOfMemory { need, free: free as u64, total: total as u64, held: lock(&self.held).values().copied().collect() }
     }
 
     fn is_capturing(&self) -> bool {
@@ -165,8 +187,7 @@ impl ComputeStorage for Storage {
         let Ok(at) = (unsafe { cu::malloc_sync(size as usize) }) else {
             return Err(IoError::BufferTooBig { size, backtrace: BackTrace::capture() });
         };
-        self.shared.allocations.fetch_add(1, Ordering::Relaxed);
-        self.shared.allocated.fetch_add(size, Ordering::Relaxed);
+        self.shared.hold(at, size);
         let id = StorageId::new();
         self.buffers.insert(id, (at, size));
         Ok(StorageHandle::new(id, StorageUtilization { offset: 0, size }))
@@ -175,6 +196,7 @@ impl ComputeStorage for Storage {
     fn dealloc(&mut self, id: StorageId) {
         if let Some((at, size)) = self.buffers.remove(&id) {
             self.shared.allocated.fetch_sub(size, Ordering::Relaxed);
+            lock(&self.shared.held).remove(&at);
             // SAFETY: `at` came from `malloc_sync` and leaves the table here. cuMemFree waits for kernels that use it.
             if let Err(error) = unsafe { cu::free_sync(at) } {
                 self.shared.note(self.shared.call("cuMemFree")(error));
@@ -377,6 +399,7 @@ impl Server {
             cu::memcpy_htod_sync(at, data)?;
             at
         };
+        self.shared.hold(at, size_of_val(data) as u64);
         self.metadata.insert(data.to_vec(), at);
         Ok(at)
     }
@@ -419,10 +442,7 @@ impl Server {
             return Ok(handle);
         }
         self.memory.cleanup(true);
-        self.memory.reserve(size).map_err(|_| {
-            let (free, total) = cu::mem_get_info().unwrap_or((0, 0));
-            Error::OutOfMemory { need: size, free: free as u64, total: total as u64 }
-        })
+        self.memory.reserve(size).map_err(|_| self.shared.out_of_memory(size))
     }
 
     /// Runs `work` on the device thread: an error or a panic is noted.

@@ -108,3 +108,36 @@ fn best_step<O: Operation>(
     }
     Ok(best)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use dormouse_reference::Reference;
+
+    use super::gate;
+    use crate::description::Operation;
+    use crate::gates::{Context, Status};
+    use crate::ops::rms_norm::RmsNormOp;
+    use crate::runner::{OnBackend, Runner};
+
+    /// Where every error is exactly zero nothing was compared, here because the only case has no elements.
+    #[test]
+    fn a_gate_without_any_error_is_red() {
+        let empty = RmsNormOp::cases().into_iter().find(|case| case.dims.iter().any(|(_, size)| *size == 0));
+        let context = |only: Option<String>| Context {
+            seed: 1,
+            only,
+            random_cases: 0,
+            golden: PathBuf::new(),
+            stop_at_first: false,
+            again: String::new(),
+        };
+        let reference = OnBackend::new(Reference::<f64>::new);
+        let runner: &dyn Runner<RmsNormOp> = &reference;
+        let outcome = gate(runner, &context(empty.map(|case| case.name)));
+        assert_eq!(outcome.status, Status::Fail, "{outcome:?}");
+        assert!(outcome.reason.contains("compared with itself"), "{outcome:?}");
+        assert_eq!(gate(runner, &context(None)).status, Status::Pass);
+    }
+}

@@ -1,6 +1,7 @@
 //! The gradient of every parameter tensor against the `f64` reference, and faults that this comparison must notice.
 
 use anyhow::{Result, bail};
+use dormouse_cuda::Arm;
 use dormouse_reference::{Backend, Reference};
 use rand::RngExt;
 use rand_distr::StandardNormal;
@@ -8,7 +9,7 @@ use rand_distr::StandardNormal;
 use super::{Bands, Lab, Outcome, exact, letters};
 use crate::checkpoint::{State, Tensor};
 use crate::config::{Config, Math, preset};
-use crate::instruments::Witness;
+use crate::instruments::{Engagement, Witness};
 use crate::learner::ModelLearner;
 use crate::model::{Ablation, Param};
 use crate::rng::{Purpose, stream};
@@ -78,21 +79,39 @@ fn compare<'a>(param: &'a Param, got: &[f64], want: &[f64], bands: &Bands) -> Co
     Compared { name: param.name, worst, dead, message }
 }
 
-/// The verdict on all gradients, and the names of dead ones.
+/// The verdict on all gradients, the names of dead ones, and what did not run as it should.
 struct Verdict {
     worst: f64,
     dead: Vec<String>,
     message: String,
+    account: Vec<String>,
 }
 
 impl Verdict {
     fn outcome(self) -> Outcome {
         match self {
+            Verdict { account, .. } if !account.is_empty() => Outcome::Fail(account.join("; ")),
             Verdict { worst, dead, .. } if worst <= 1.0 && dead.is_empty() => Outcome::Pass(worst),
             Verdict { dead, message, .. } if dead.is_empty() => Outcome::Fail(message),
             Verdict { dead, .. } => Outcome::Fail(format!("no gradient at all: {}", dead.join(", "))),
         }
     }
+}
+
+/// What is wrong with the passes of a gradient: each operation's backward pass ran as often as it was asked for, on the
+/// arm that is asked for.
+fn ran(account: &Engagement, arm: Option<Arm>) -> Vec<String> {
+    let mut problems = account.problems();
+    for row in account.rows.iter().filter(|row| row.grad) {
+        let Some(arm) = arm else { continue };
+        let other = usize::from(arm == Arm::Plain);
+        let (forward, backward) = (row.forward[other], row.backward[other]);
+        if forward + backward > 0 {
+            let stem = row.stem;
+            problems.push(format!("{stem}: {forward} forward and {backward} backward passes were not on arm {arm}"));
+        }
+    }
+    problems
 }
 
 fn verdict<B: Backend + Witness>(lab: &Lab<'_, B>, config: &Config, ablation: Ablation) -> Result<Verdict> {
@@ -105,6 +124,7 @@ fn verdict<B: Backend + Witness>(lab: &Lab<'_, B>, config: &Config, ablation: Ab
     device.set_ablation(ablation);
     let (want, _) = reference.gradient(&batch)?;
     let (got, _) = device.gradient(&batch)?;
+    let account = device.engagement().map(|account| ran(&account, lab.arm)).unwrap_or_default();
     let bands = Bands::of(lab.math);
     let params = &device.table().params;
     let all: Vec<_> = params.iter().map(|p| compare(p, &got[p.range()], &want[p.range()], &bands)).collect();
@@ -113,7 +133,7 @@ fn verdict<B: Backend + Witness>(lab: &Lab<'_, B>, config: &Config, ablation: Ab
         bail!("the model has no parameter")
     };
     let red = all.iter().filter(|c| c.worst > 1.0).count();
-    Ok(Verdict { worst: worst.worst, dead, message: format!("{red} of {}: {}", all.len(), worst.message) })
+    Ok(Verdict { worst: worst.worst, dead, message: format!("{red} of {}: {}", all.len(), worst.message), account })
 }
 
 /// `tiny`.

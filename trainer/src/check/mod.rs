@@ -3,11 +3,11 @@
 //! The gates of the operations say that each kernel computes what its definition says. These checks say that a step
 //! made of them does: gradients of every parameter tensor, twenty losses, the same bits from a graph and from a resumed
 //! run, weights that a NaN does not touch, and counters that add up. Faults are planted to show that the gradient check
-//! would notice them.
+//! would notice them. `gradients` on CUDA is what the design calls `kda_param_grads_cuda`.
 //!
 //! | check | red if |
 //! |---|---|
-//! | `gradients` | a parameter tensor's gradient differs from the `f64` reference by more than its band |
+//! | `gradients` | a parameter tensor's gradient differs from the `f64` reference by more than its band, or a backward pass that belongs to it did not run, or on another arm than its forward pass |
 //! | `fault ...` | the planted fault is *not* noticed by `gradients` |
 //! | `slopes` | the loss does not change along a gradient as fast as the gradient says |
 //! | `losses` | 20 losses of `tiny` leave the band around those of the `f32` reference |
@@ -15,7 +15,8 @@
 //! | `twice`, `resume`, `graph` | a second run, a resumed one, an eager one has other bits |
 //! | `nan ...` | a NaN moves a weight or a moment, or is not counted |
 //! | `engagement` | an operation did not run as often as asked, or a cut adjoint is not noticed |
-//! | `memory` | a step after the fourth allocates |
+//! | `captures` | steps, evaluations and saves in turn capture more or fewer graphs than there are different steps |
+//! | `memory` | a step after the second allocates |
 //!
 //! Bands, relative, by the arithmetic of matrix products. f32: sums of a few hundred terms through some ten products in
 //! a row. tf32 and bf16 round operands by up to 2^-11 and 2^-9; ten such roundings in a row add up to a few times that.
@@ -98,6 +99,8 @@ pub struct Lab<'a, B> {
     pub graphs: bool,
     /// Small shapes and few steps.
     pub quick: bool,
+    /// The arm that every operation is to run on; absent where it may be either.
+    pub arm: Option<Arm>,
 }
 
 impl<B: Backend + Witness> Lab<'_, B> {
@@ -159,6 +162,7 @@ fn all<B: Backend + Witness>() -> Vec<Check<B>> {
         ("nan gradient", steps::nan_gradient),
         ("nan activation", steps::nan_activation),
         ("engagement", steps::engagement),
+        ("captures", steps::captures),
         ("memory", steps::memory),
     ]
 }
@@ -197,7 +201,7 @@ pub fn command(arguments: &CheckArgs) -> Result<()> {
         Word::Lavapipe => on_device(Runtime::Lavapipe, arguments, &run, only)?,
         Word::Cpu | Word::Auto => {
             let open = |_| Ok(Reference::<f32>::new());
-            let lab = Lab { open: &open, math: Math::F32, graphs: false, quick: arguments.quick };
+            let lab = Lab { open: &open, math: Math::F32, graphs: false, quick: arguments.quick, arm: None };
             table(&lab, only, "cpu", "-")
         }
     };
@@ -225,7 +229,7 @@ fn on_device(runtime: Runtime, arguments: &CheckArgs, run: &RunConfig, only: &st
                 }
                 Ok(b)
             };
-            let lab = Lab { open: &open, math, graphs: runtime.graphs(), quick: arguments.quick };
+            let lab = Lab { open: &open, math, graphs: runtime.graphs(), quick: arguments.quick, arm: forced };
             red += table(&lab, only, runtime.word(), word);
         }
     }

@@ -150,18 +150,30 @@ pub fn resume<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
     Ok(same(&advance(&mut resumed, &config, n / 2..n)?, &whole, "after resuming"))
 }
 
-/// Replayed steps have the bits of eager ones.
+/// Replayed steps have the bits of eager ones, and the nodes of a graph are the launches of an eager step.
 pub fn graph<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
     if !lab.graphs {
         return Ok(Outcome::NotRun("the backend has no graphs".into()));
     }
     let (config, n) = (config(lab), steps(lab));
-    let eager = advance(&mut lab.learner(&config, false)?, &config, 0..n)?;
+    let mut one_by_one = lab.learner(&config, false)?;
+    let eager = advance(&mut one_by_one, &config, 0..n)?;
     let mut learner = lab.learner(&config, true)?;
     let replayed = advance(&mut learner, &config, 0..n)?;
     let captures = learner.backend().captures();
     if captures != 2 {
         return Ok(Outcome::Fail(format!("{captures} graphs were captured, expected 2: with and without retraction")));
+    }
+    // What a graph's nodes are said to be is what ran one by one.
+    let kernels = |learner: &ModelLearner<B>| {
+        let train = learner.backend().ledgers().remove("train").unwrap_or_default();
+        train.kernels.into_iter().map(|(name, launches)| (name, launches.count)).collect::<Vec<_>>()
+    };
+    let (eagerly, as_nodes) = (kernels(&one_by_one), kernels(&learner));
+    if eagerly.is_empty() || eagerly != as_nodes {
+        let differs = |(name, count): &&(&str, u64)| !eagerly.contains(&(*name, *count));
+        let first = as_nodes.iter().find(differs);
+        return Ok(Outcome::Fail(format!("nodes are counted as {first:?}, which is not what ran eagerly: {eagerly:?}")));
     }
     Ok(same(&replayed, &eager, "as a graph"))
 }
@@ -235,9 +247,36 @@ pub fn engagement<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
     Ok(Outcome::Pass(0.0))
 }
 
-/// After the first steps of each kind nothing is allocated, and the arena stays as large as it is.
+/// Steps of two kinds with evaluations and saves between them: each different step is captured once.
+pub fn captures<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
+    if !lab.graphs {
+        return Ok(Outcome::NotRun("the backend has no graphs".into()));
+    }
+    let config = config(lab);
+    let mut learner = lab.learner(&config, true)?;
+    let window = letters(&config, 0).bytes[..33].to_vec();
+    // Evaluated and saved often enough that those steps are captured, too.
+    let (all, every) = if lab.quick { (40, 5) } else { (500, 50) };
+    for step in 0..all {
+        learner.step(&letters(&config, step), RATE)?;
+        if step % every == every - 1 {
+            learner.evaluate(std::slice::from_ref(&window))?;
+            learner.export()?;
+        }
+    }
+    let account = learner.engagement().context("the backend counts")?;
+    if account.captures != account.variants || account.variants < 3 {
+        return Ok(Outcome::Fail(format!(
+            "{} graphs were captured in {all} steps, expected one for each of {} different steps",
+            account.captures, account.variants
+        )));
+    }
+    Ok(Outcome::Pass(0.0))
+}
+
+/// After the second step nothing is allocated, and the arena stays as large as it is.
 pub fn memory<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
-    let (config, n) = (config(lab), steps(lab));
+    let (config, n) = (lab.tiny(), 2);
     let mut learner = lab.learner(&config, lab.graphs)?;
     if learner.backend().activity().allocations == 0 {
         return Ok(Outcome::NotRun("the backend counts no allocations".into()));

@@ -27,6 +27,9 @@ const COLUMNS: &str = "step\tstage\top\tkernel\tlaunches\tnodes\talloc_bytes\tsy
 /// The first steps of a process compile, lay out memory and capture; summaries leave them out.
 pub const WARM_UP: u64 = 4;
 
+/// The stages in which the host waits, by design: it brings a step's batch before the step and reads its records after.
+const WAITS: [&str; 2] = ["data", "reads"];
+
 /// An atlas that is being written.
 pub struct Writer {
     path: PathBuf,
@@ -55,6 +58,9 @@ impl Writer {
     }
 
     /// Writes the rows of a step: what was counted since the last call.
+    ///
+    /// # Errors
+    /// The file cannot be written; the host waited in a stage where no wait belongs, which a step must not need.
     pub fn step(&mut self, step: u64, now: Sites) -> Result<()> {
         let mut text = String::new();
         for (&(stage, kernel), site) in &now {
@@ -69,6 +75,12 @@ impl Writer {
             if counts.iter().any(|&count| count > 0) || device_us > 0.0 {
                 let [launches, nodes, alloc_bytes, syncs] = counts;
                 let op = operation(kernel);
+                ensure!(
+                    syncs == 0 || WAITS.contains(&stage),
+                    "atlas: step {step}: the host waited {syncs} times for `{kernel}` in stage `{stage}`; waits belong \
+                     to {}",
+                    WAITS.join(" and ")
+                );
                 let stage = if stage.is_empty() { "none" } else { stage };
                 text.push_str(&format!(
                     "{step}\t{stage}\t{op}\t{kernel}\t{launches}\t{nodes}\t{alloc_bytes}\t{syncs}\t{device_us:.1}\n"
@@ -293,6 +305,20 @@ mod tests {
         let top = atlas.top(1);
         assert_eq!(top.lines().count(), 4, "{top}");
         assert!(top.lines().nth(1).unwrap().contains("kda::grads"), "{top}");
+    }
+
+    #[test]
+    fn a_wait_in_the_middle_of_a_step_is_an_error() {
+        let folder = tempfile::tempdir().unwrap();
+        let wait = |stage| BTreeMap::from([((stage, "download"), Site { syncs: 1, ..Site::default() })]);
+        let write = |stage| {
+            let path = folder.path().join("a.tsv");
+            Writer::create(&path, &BTreeMap::new(), Sites::new()).unwrap().step(7, wait(stage))
+        };
+        write("data").unwrap();
+        write("reads").unwrap();
+        let error = write("backward").unwrap_err().to_string();
+        assert!(error.contains("step 7") && error.contains("stage `backward`"), "{error}");
     }
 
     #[test]

@@ -381,8 +381,10 @@ impl Session {
             let path = self.run.path().display();
             self.reporter.warn(&format!("run: `{path}` was removed and is made again; its earlier lines are lost"));
         }
-        let path = checkpoint::save(&self.run.checkpoints(), &state, &self.facts(done))?;
+        let facts = self.facts(done);
+        let path = checkpoint::save(&self.run.checkpoints(), &state, &facts)?;
         self.saved = Some(done);
+        self.run.record_facts(&facts.run)?;
         let keep = &self.config.checkpoint;
         if let Err(error) = checkpoint::retain(&self.run.checkpoints(), done, keep.keep_last, keep.keep_every_steps) {
             self.reporter.warn(&format!("old checkpoints stay: {error}"));

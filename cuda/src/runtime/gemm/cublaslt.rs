@@ -229,18 +229,20 @@ fn details(algorithm: &sys::cublasLtMatmulAlgo_t) -> String {
 }
 
 impl Library {
+    /// Where its workspace lies.
+    pub fn workspace(&self) -> u64 {
+        self.workspace
+    }
+
     /// Loads the library and takes its workspace; the GPU's context is current.
-    pub fn open(sm: u32) -> Result<Self, Error> {
+    pub fn open(sm: u32, out_of_memory: impl Fn(u64) -> Error) -> Result<Self, Error> {
         // SAFETY: loads a shared library by name and drops it again.
         if !unsafe { sys::is_culib_present() } {
             return Err(Error::NoGemmLibrary);
         }
         let handle = lt::create_handle().map_err(failed("cublasLtCreate"))?;
         // SAFETY: a plain allocation, kept for the life of the process.
-        let workspace = unsafe { cu::malloc_sync(WORKSPACE) }.map_err(|_| {
-            let (free, total) = cu::mem_get_info().unwrap_or((0, 0));
-            Error::OutOfMemory { need: WORKSPACE as u64, free: free as u64, total: total as u64 }
-        })?;
+        let workspace = unsafe { cu::malloc_sync(WORKSPACE) }.map_err(|_| out_of_memory(WORKSPACE as u64))?;
         Ok(Self {
             handle,
             workspace,

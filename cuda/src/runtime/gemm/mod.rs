@@ -189,9 +189,10 @@ impl Gemm for Cuda {
             let gpu = shared.gpu.as_ref().map_err(Error::clone)?;
             let mut slot = shared.products();
             if slot.is_none() {
-                *slot = Some(Library::open((10 * gpu.capability.0 + gpu.capability.1) as u32)?);
-                shared.allocations.fetch_add(1, Ordering::Relaxed);
-                shared.allocated.fetch_add(cublaslt::WORKSPACE as u64, Ordering::Relaxed);
+                let sm = (10 * gpu.capability.0 + gpu.capability.1) as u32;
+                let library = Library::open(sm, |need| shared.out_of_memory(need))?;
+                shared.hold(library.workspace(), cublaslt::WORKSPACE as u64);
+                *slot = Some(library);
             }
             let library = slot.as_mut().expect("it was opened when it was not");
             let launched = library.launch(call, &at, &gpu.stream)?;
