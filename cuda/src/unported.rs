@@ -6,8 +6,8 @@
 
 use std::convert::Infallible;
 
-use dormouse_reference::{Error, Result, ema, engram, engram_hash, jepa, koleo, layer_norm, mask_vector, muon};
-use dormouse_reference::{retract_all, row_adam};
+use dormouse_reference::row_adam;
+use dormouse_reference::{Error, Result, ema, engram, engram_hash, jepa, koleo, layer_norm, mask_vector};
 
 use crate::device::Device;
 use crate::runtime::Engine;
@@ -66,12 +66,6 @@ impl<R: Engine> ema::Ema for Device<R> {
     }
 }
 
-impl<R: Engine> muon::Muon for Device<R> {
-    fn update(&self, _: &muon::Config, _: muon::State<&Tensor>, _: muon::Scalars<&Tensor>) -> Result<()> {
-        refuse::<R, _>("muon::update")
-    }
-}
-
 impl<R: Engine> row_adam::RowAdam for Device<R> {
     fn update(
         &self,
@@ -81,11 +75,5 @@ impl<R: Engine> row_adam::RowAdam for Device<R> {
         _: row_adam::Scalars<&Tensor>,
     ) -> Result<()> {
         refuse::<R, _>("row_adam::update")
-    }
-}
-
-impl<R: Engine> retract_all::RetractAll for Device<R> {
-    fn update(&self, _: &retract_all::Config, _: &Tensor, _: &Tensor) -> Result<retract_all::Outputs<Tensor>> {
-        refuse::<R, _>("retract_all::update")
     }
 }

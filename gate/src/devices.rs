@@ -24,9 +24,11 @@ use dormouse_harness::ops::gated_rms_norm::GatedRmsNormOp;
 use dormouse_harness::ops::kda::KdaOp;
 use dormouse_harness::ops::l2_norm::L2NormOp;
 use dormouse_harness::ops::linear::LinearOp;
+use dormouse_harness::ops::muon::MuonOp;
 use dormouse_harness::ops::record::RecordOp;
 use dormouse_harness::ops::residual::ResidualOp;
 use dormouse_harness::ops::retract::RetractOp;
+use dormouse_harness::ops::retract_all::RetractAllOp;
 use dormouse_harness::ops::rms_norm::RmsNormOp;
 use dormouse_harness::ops::sanitise::SanitiseOp;
 use dormouse_harness::ops::short_conv::ShortConvOp;
@@ -167,7 +169,7 @@ macro_rules! operations {
     ($task:ident, $signature:ty) => {
         operations!($task, $signature;
             AdamwOp BlendOp ControllerOp CrossEntropyOp DecayGateOp EmbeddingOp ExpertOp GatedRmsNormOp KdaOp
-            L2NormOp LinearOp RecordOp ResidualOp RetractOp RmsNormOp SanitiseOp ShortConvOp SpectralOp)
+            L2NormOp LinearOp MuonOp RecordOp ResidualOp RetractOp RetractAllOp RmsNormOp SanitiseOp ShortConvOp SpectralOp)
     };
 }
 

@@ -196,7 +196,11 @@ impl<B: Muon> Muon for Checked<B> {
     }
 }
 
-fn check_config(config: &Config, len: usize) -> Result<()> {
+/// Refuses numbers out of range, empty matrices, and matrices that leave a buffer of `len` elements or overlap.
+///
+/// # Errors
+/// `Config` with the field that is wrong.
+pub fn check_config(config: &Config, len: usize) -> Result<()> {
     let refuse =
         |field, expected: &str, got: String| Err(Error::Config { op: OP, field, expected: expected.to_owned(), got });
     if !(0.0..1.0).contains(&config.momentum) {

@@ -101,7 +101,11 @@ impl<B: RetractAll> RetractAll for Checked<B> {
     }
 }
 
-fn check_config(config: &Config, len: usize) -> Result<()> {
+/// Refuses counts of 0, factors that cannot be orthonormal, and factors that leave a buffer of `len` elements or overlap.
+///
+/// # Errors
+/// `Config` with the field that is wrong.
+pub fn check_config(config: &Config, len: usize) -> Result<()> {
     for (field, count) in [("iterations", config.iterations), ("power_iterations", config.power_iterations)] {
         if count == 0 {
             return Err(Error::Config { op: OP, field, expected: "at least 1".to_owned(), got: "0".to_owned() });

@@ -11,9 +11,11 @@ use dormouse_reference::expert::{self, Expert};
 use dormouse_reference::gated_rms_norm::{self, GatedRmsNorm};
 use dormouse_reference::l2_norm::{self, L2Norm};
 use dormouse_reference::linear::{self, Linear};
+use dormouse_reference::muon::{self, Muon};
 use dormouse_reference::record::Record;
 use dormouse_reference::residual::{self, Residual};
 use dormouse_reference::retract::{self, Retract};
+use dormouse_reference::retract_all::{self, RetractAll};
 use dormouse_reference::rms_norm::{self, RmsNorm};
 use dormouse_reference::sanitise::{self, Sanitise};
 use dormouse_reference::short_conv::{self, ShortConv};
@@ -106,7 +108,7 @@ pub struct Operation<R: Engine> {
 pub type Prepare<R> = fn(&mut Draw<'_, R>, &Sizes) -> Result<Operation<R>>;
 
 /// Every operation by its stem, in alphabetical order.
-pub fn all<R: Engine>() -> [(&'static str, Prepare<R>); 18] {
+pub fn all<R: Engine>() -> [(&'static str, Prepare<R>); 20] {
     [
         ("adamw", adamw),
         ("blend", blend),
@@ -119,9 +121,11 @@ pub fn all<R: Engine>() -> [(&'static str, Prepare<R>); 18] {
         ("kda", kda),
         ("l2_norm", l2_norm),
         ("linear", linear),
+        ("muon", muon),
         ("record", record),
         ("residual", residual),
         ("retract", retract),
+        ("retract_all", retract_all),
         ("rms_norm", rms_norm),
         ("sanitise", sanitise),
         ("short_conv", short_conv),
@@ -381,6 +385,43 @@ fn linear<R: Engine>(draw: &mut Draw<'_, R>, s: &Sizes) -> Result<Operation<R>> 
     })
 }
 
+fn muon<R: Engine>(draw: &mut Draw<'_, R>, s: &Sizes) -> Result<Operation<R>> {
+    // The projections of q, k and v by head, the factors of the experts and of the output map, two projections of the
+    // memory: shape, heads.
+    let &Sizes { width, heads, head, ffn, rank, experts, .. } = s;
+    let mut shapes = vec![([1, width, width], heads); 3];
+    shapes.extend([width, ffn, ffn, width].map(|n| ([experts, n, rank], 1)));
+    shapes.extend([([1, width, rank], 1); 2]);
+    shapes.extend([([1, head * 3 / 2, width], 1); 2]);
+    let (iterations, mut start, mut flops) = (8, 0, 0.0);
+    let mut matrices = Vec::new();
+    for (shape @ [e, rows, columns], heads) in shapes {
+        let (k, n) = (rows.min(columns / heads), rows.max(columns / heads));
+        flops += (e * heads * iterations * (4 * k * k * n + 2 * k * k * k)) as f64;
+        let matrix = muon::Matrix { start, shape, heads, scale: 1.0, weight_decay: 0.0 };
+        start = matrix.range().end;
+        matrices.push(matrix);
+    }
+    let state = muon::State {
+        params: draw.map(&[s.params], |x| 1e-2 * x)?,
+        grads: draw.map(&[s.params], |x| 1e-2 * x)?,
+        m: draw.map(&[s.params], |x| 1e-2 * x)?,
+    };
+    let scalars = muon::Scalars { lr: draw.map(&[1], |_| 0.02)?, apply: draw.map(&[1], |_| 1.0)? };
+    let batching = muon::Batching::Batched;
+    let config = muon::Config { momentum: 0.95, iterations, plus: true, batching, matrices };
+    Ok(Operation {
+        shape: format!("{} entries, {start} elements, {iterations} iterations", config.matrices.len()),
+        precisions: F32,
+        flops,
+        state: from_now(draw.b, vec![("params", &state.params), ("m", &state.m)])?,
+        call: Box::new(move |b, _| {
+            Muon::update(b, &config, state.as_ref(), scalars.as_ref())?;
+            Ok(Vec::new())
+        }),
+    })
+}
+
 fn record<R: Engine>(draw: &mut Draw<'_, R>, _: &Sizes) -> Result<Operation<R>> {
     // Losses, norm, count of the non-finite, scale, flag, spreads: what a step records.
     let lengths = [2, 1, 1, 1, 1, 8];
@@ -427,6 +468,29 @@ fn retract<R: Engine>(draw: &mut Draw<'_, R>, s: &Sizes) -> Result<Operation<R>>
         flops: 4.0 * (s.experts * s.ffn * s.rank * s.rank) as f64,
         state: from_now(draw.b, vec![("factor", &factor)])?,
         call: Box::new(move |b, _| Ok(Retract::update(b, &config, &factor, &apply)?.named())),
+    })
+}
+
+fn retract_all<R: Engine>(draw: &mut Draw<'_, R>, s: &Sizes) -> Result<Operation<R>> {
+    // The factors of the experts, of the output map and of the head.
+    let &Sizes { width, ffn, rank, experts, vocab, .. } = s;
+    let mut shapes: Vec<[usize; 3]> = [width, ffn, ffn, width].map(|n| [experts, n, rank]).to_vec();
+    shapes.extend([width, width, width, vocab].map(|n| [1, n, rank]));
+    let mut factors = Vec::new();
+    let mut start = 0;
+    for shape in shapes {
+        let factor = retract_all::Factor { start, shape };
+        start = factor.range().end;
+        factors.push(factor);
+    }
+    let (params, apply) = (draw.noise(&[start])?, draw.map(&[1], |_| 1.0)?);
+    let config = retract_all::Config { iterations: 4, power_iterations: 5, factors };
+    Ok(Operation {
+        shape: format!("{} factors, {start} elements, 4 iterations", config.factors.len()),
+        precisions: F32,
+        flops: 4.0 * (start * rank) as f64,
+        state: from_now(draw.b, vec![("params", &params)])?,
+        call: Box::new(move |b, _| Ok(RetractAll::update(b, &config, &params, &apply)?.named())),
     })
 }
 

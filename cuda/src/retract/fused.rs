@@ -15,14 +15,19 @@
 //!
 //! Instead of max|X|, X is divided by the power of two at or below it, a block of rows by its own: exact, and the blocks
 //! meet in the second launch. The result depends on neither.
+//!
+//! A launch takes the matrices of up to [`FACTORS`] factors of one shape, wherever they lie in a buffer. Where they lie
+//! travels as scalars, since nothing is uploaded inside a step. A matrix never sees another one, so its bits do not depend
+//! on what runs beside it.
 
 use cubecl::prelude::*;
-use dormouse_reference::{Error, Result, Tensors};
+use dormouse_reference::Result;
 
-use super::{Call, OP, STEM, polar};
+use super::polar;
 use crate::device::Device;
 use crate::launch::Grid;
 use crate::runtime::Engine;
+use crate::scale::{inverse_of, power_of_two};
 use crate::tensor::{Floats, Tensor};
 
 /// Units of a cube.
@@ -40,8 +45,84 @@ const BLOCKS: usize = 32;
 /// Elements of the rows of X that a cube of the third launch holds.
 const HELD: usize = polar::LARGEST_K;
 
+/// The largest k that the kernels hold.
+pub(crate) const LARGEST_K: usize = polar::LARGEST_K;
+
 /// Iterations before A is computed anew.
 const ROUND: usize = 4;
+
+/// Factors of one launch: the model in use has at most seven of one shape.
+pub(crate) const FACTORS: usize = 8;
+
+/// Matrices that lie one behind another, and where their largest spread goes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Factor {
+    /// Elements from the start of the buffer.
+    pub start: usize,
+    /// Matrices, at least one.
+    pub count: usize,
+    /// The element of `spreads`.
+    pub slot: usize,
+}
+
+/// Matrices of one shape in a buffer.
+pub(crate) struct Batch<'a> {
+    pub buffer: &'a Tensor,
+    pub apply: &'a Tensor,
+    /// One to [`FACTORS`] of them.
+    pub factors: &'a [Factor],
+    pub n: usize,
+    pub k: usize,
+    pub iterations: usize,
+    pub power_iterations: usize,
+    /// The kernels' number of the fault to compile them with.
+    pub mutant: u32,
+}
+
+impl Batch<'_> {
+    /// Matrices of all factors together.
+    pub fn matrices(&self) -> usize {
+        self.factors.iter().map(|factor| factor.count).sum()
+    }
+
+    /// The scalars `f` of every factor; places that are left over get `rest`.
+    fn scalars<R: Runtime>(&self, rest: u32, f: impl Fn(&Factor) -> usize) -> SequenceArg<R, u32> {
+        (0..FACTORS).map(|p| self.factors.get(p).map_or(rest, |factor| f(factor) as u32)).collect()
+    }
+
+    /// The number of each factor's first matrix; behind the last factor one that no matrix reaches.
+    fn firsts<R: Runtime>(&self) -> SequenceArg<R, u32> {
+        let first = |p: usize| self.factors[..p].iter().map(|factor| factor.count).sum::<usize>() as u32;
+        (0..FACTORS).map(|p| if p < self.factors.len() { first(p) } else { u32::MAX }).collect()
+    }
+}
+
+/// Where a matrix of `size` elements starts.
+///
+/// Mutants: 9 takes the first matrix of its factor.
+#[cube]
+fn origin_of(
+    matrix: usize,
+    size: usize,
+    firsts: &Sequence<u32>,
+    starts: &Sequence<u32>,
+    #[comptime] mutant: u32,
+) -> usize {
+    let mut first = firsts[0];
+    let mut start = starts[0];
+    #[unroll]
+    for p in 1..FACTORS {
+        if matrix >= firsts[p] as usize {
+            first = firsts[p];
+            start = starts[p];
+        }
+    }
+    let mut place = matrix - first as usize;
+    if comptime!(mutant == 9) {
+        place = 0usize;
+    }
+    start as usize + place * size
+}
 
 /// The larger of two numbers that are not NaN, written out because devices differ about NaN.
 #[cube]
@@ -61,6 +142,8 @@ fn gram_kernel(
     x: &Floats,
     grams: &mut Floats,
     scales: &mut Floats,
+    firsts: Sequence<u32>,
+    starts: Sequence<u32>,
     e: u32,
     n: u32,
     k: u32,
@@ -89,7 +172,7 @@ fn gram_kernel(
     if matrix >= e as usize {
         last = first;
     }
-    let origin = matrix * n * k;
+    let origin = origin_of(matrix, n * k, &firsts, &starts, mutant);
 
     let mut shared = SharedMemory::<f32>::new(comptime!(UNITS as usize));
     let mut largest = 0.0f32;
@@ -112,8 +195,8 @@ fn gram_kernel(
         }
         sync_cube();
     }
-    let scale = polar::power_of_two(shared[0]);
-    let inverse = polar::inverse_of(scale);
+    let scale = power_of_two(shared[0]);
+    let inverse = inverse_of(scale);
 
     let mut of_left = SharedMemory::<f32>::new(comptime!(TILE * TILE));
     let mut of_right = SharedMemory::<f32>::new(comptime!(TILE * TILE));
@@ -171,9 +254,10 @@ fn gram_kernel(
 }
 
 /// X <- coefficient X M for a block of rows, in place: the cube holds them. The first cube also writes the largest
-/// spread, where it is asked for.
+/// spread of every factor, a unit each, where it is asked for.
 ///
-/// Mutants: 5 takes the first matrix's spread, 7 ignores the flag.
+/// Mutants: 5 takes the first matrix's spread, 7 ignores the flag, 10 leaves the last matrix alone, 11 gives every factor
+/// the spread of the first, 12 is null (a renamed local).
 #[cube(launch_unchecked)]
 fn multiply_kernel(
     work: &Floats,
@@ -182,6 +266,10 @@ fn multiply_kernel(
     apply: &Floats,
     x: &mut Floats,
     spread: &mut Floats,
+    firsts: Sequence<u32>,
+    starts: Sequence<u32>,
+    counts: Sequence<u32>,
+    slots: Sequence<u32>,
     e: u32,
     n: u32,
     k: u32,
@@ -204,11 +292,19 @@ fn multiply_kernel(
     if matrix >= e {
         last = first;
     }
-    let origin = (matrix * n + first) * k;
+    let origin = origin_of(matrix, n * k, &firsts, &starts, mutant) + first * k;
     let held = (last - first) * k;
     let mut flag = apply.at(0);
     if comptime!(mutant == 7) {
         flag = 1.0f32;
+    }
+    if comptime!(mutant == 12) {
+        let renamed = apply.at(0);
+        flag = renamed;
+    }
+    let mut moving = flag == 1.0f32;
+    if comptime!(mutant == 10) {
+        moving = flag == 1.0f32 && matrix + 1 < e;
     }
     let mut coefficient = 0.0f32;
     if matrix < e {
@@ -223,7 +319,7 @@ fn multiply_kernel(
     }
     sync_cube();
     // A coefficient of zero stands for a zero matrix.
-    if flag == 1.0f32 && coefficient > 0.0f32 {
+    if moving && coefficient > 0.0f32 {
         let m = matrix * stride as usize + slot as usize;
         for step in 0..held.div_ceil(units) {
             let i = step * units + me;
@@ -237,45 +333,42 @@ fn multiply_kernel(
             }
         }
     }
-    if with_spread == 1u32 && CUBE_POS == 0 && me == 0 {
-        let mut widest = 0.0f32;
-        if flag == 1.0f32 {
-            let mut count = e;
-            if comptime!(mutant == 5) {
-                count = 1usize;
-            }
-            for i in 0..count {
-                if spreads.at(i) > widest {
-                    widest = spreads.at(i);
+    if with_spread == 1u32 && CUBE_POS == 0 {
+        #[unroll]
+        for p in 0..FACTORS {
+            if me == p && counts[p] > 0u32 {
+                let mut widest = 0.0f32;
+                if flag == 1.0f32 {
+                    let mut begin = firsts[p] as usize;
+                    let mut count = counts[p] as usize;
+                    if comptime!(mutant == 5) {
+                        count = 1usize;
+                    }
+                    if comptime!(mutant == 11) {
+                        begin = 0usize;
+                        count = counts[0] as usize;
+                    }
+                    for i in begin..begin + count {
+                        if spreads.at(i) > widest {
+                            widest = spreads.at(i);
+                        }
+                    }
                 }
+                spread.set(slots[p] as usize, widest);
             }
         }
-        spread.set(0, widest);
     }
 }
 
-/// Retracts every matrix; returns the largest spread.
-pub(super) fn update<R: Engine>(b: &Device<R>, call: &Call<'_>) -> Result<Tensor> {
-    let &Call { factor, apply, e, n, k, iterations, .. } = call;
-    if k > polar::LARGEST_K {
-        return Err(Error::Shape {
-            op: OP,
-            arg: "factor",
-            expected: format!("k <= {} in the fused kernels; arm plain takes more", polar::LARGEST_K),
-            got: factor.shape().to_vec(),
-        });
-    }
-    let spread = b.float_scratch(&[1])?;
-    if e == 0 {
-        b.fill(&spread, 0.0)?;
-        return Ok(spread);
-    }
-    let mutant = b.mutant(STEM);
+/// Retracts every matrix and writes each factor's largest spread into its slot of `spreads`.
+pub(crate) fn update<R: Engine>(b: &Device<R>, batch: &Batch<'_>, spread: &Tensor) -> Result<()> {
+    let &Batch { buffer, apply, n, k, iterations, mutant, .. } = batch;
+    let e = batch.matrices();
+    let work = b.float_scratch(&[polar::slots(e), k, k])?;
     let rows = ROWS.max(n.div_ceil(BLOCKS));
     let blocks = n.div_ceil(rows);
     let grams = b.float_scratch(&[e, blocks, k, k])?;
     let scales = b.float_scratch(&[e, blocks])?;
-    let work = b.float_scratch(&[polar::slots(e), k, k])?;
     let (coefficients, spreads) = (b.float_scratch(&[e])?, b.float_scratch(&[e])?);
     let held_rows = (HELD / 4 / k).clamp(1, 16);
     let size = [e as u32, n as u32, k as u32];
@@ -284,26 +377,34 @@ pub(super) fn update<R: Engine>(b: &Device<R>, call: &Call<'_>) -> Result<Tensor
         let with_spread = round == 0;
 
         let tiles = k.div_ceil(TILE);
-        let uses = [factor, &grams, &scales];
+        let uses = [buffer, &grams, &scales];
         let grid = Grid::cubes(e * blocks * tiles * tiles, UNITS);
-        let bytes = uses.iter().map(|t| t.bytes()).sum();
+        let bytes = 4 * (e * n * k) as u64 + grams.bytes() + scales.bytes();
         b.launch("retract::gram", grid, bytes, &uses, |client, count, dim| {
             let ([x, grams, scales], [e, n, k]) = (uses.map(|t| b.floats(t)), size);
+            let (firsts, starts) = (batch.firsts(), batch.scalars(0, |factor| factor.start));
             let (blocks, rows) = (blocks as u32, rows as u32);
+            // Faults of the other kernels leave this one as it is, so that it is compiled once for all of them.
+            let mutant = if [8, 9].contains(&mutant) { mutant } else { 0 };
             // SAFETY: a cube stays in its matrix, rows and columns; cubes behind the last matrix write nothing.
             unsafe {
-                gram_kernel::launch_unchecked::<R>(client, count, dim, x, grams, scales, e, n, k, blocks, rows, mutant)
+                gram_kernel::launch_unchecked::<R>(
+                    client, count, dim, x, grams, scales, firsts, starts, e, n, k, blocks, rows, mutant,
+                )
             }
         })?;
 
-        let part = polar::Part { blocks, iterations, with_spread, mutant };
-        polar::launch(b, call, &part, [&grams, &scales, &work, &coefficients, &spreads])?;
+        let part = polar::Part { blocks, iterations, with_spread };
+        polar::launch(b, batch, &part, [&grams, &scales, &work, &coefficients, &spreads])?;
 
-        let uses = [&work, &coefficients, &spreads, apply, factor, &spread];
+        let uses = [&work, &coefficients, &spreads, apply, buffer, spread];
         let grid = Grid::cubes(e * n.div_ceil(held_rows), UNITS);
-        let bytes = 2 * factor.bytes() + 4 * (e * k * k) as u64;
+        let bytes = 8 * (e * n * k) as u64 + 4 * (e * k * k) as u64;
         b.launch("retract::multiply", grid, bytes, &uses, |client, count, dim| {
             let ([work, coefficients, spreads, apply, x, spread], [e, n, k]) = (uses.map(|t| b.floats(t)), size);
+            let (firsts, starts) = (batch.firsts(), batch.scalars(0, |factor| factor.start));
+            let counts = batch.scalars(0, |factor| factor.count);
+            let slots = batch.scalars(0, |factor| factor.slot);
             let stride = (polar::roles(with_spread) * polar::SLOTS) as u32 * k * k;
             let slot = polar::product_slot(iterations) as u32 * k * k;
             let rows = held_rows as u32;
@@ -319,6 +420,10 @@ pub(super) fn update<R: Engine>(b: &Device<R>, call: &Call<'_>) -> Result<Tensor
                     apply,
                     x,
                     spread,
+                    firsts,
+                    starts,
+                    counts,
+                    slots,
                     e,
                     n,
                     k,
@@ -331,5 +436,5 @@ pub(super) fn update<R: Engine>(b: &Device<R>, call: &Call<'_>) -> Result<Tensor
             }
         })?;
     }
-    Ok(spread)
+    Ok(())
 }

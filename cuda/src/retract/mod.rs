@@ -2,13 +2,13 @@
 //!
 //! Arm `plain` follows them product by product, one unit an element. Arm `fused` works on Gram matrices, see [`fused`].
 
-mod fused;
-mod plain;
+pub(crate) mod fused;
+pub(crate) mod plain;
 mod polar;
 
 use cubecl::prelude::*;
 use dormouse_reference::retract::{Config, Outputs, Retract};
-use dormouse_reference::{Dims, Error, Result};
+use dormouse_reference::{Dims, Error, Result, Tensors};
 
 use crate::arm::{Arm, Mutant};
 use crate::device::Device;
@@ -43,14 +43,14 @@ const LINEAR: f32 = -5.0 / 4.0;
 const SQUARE: f32 = 3.0 / 8.0;
 
 /// One call, checked: `e` matrices of `n` by `k`.
-struct Call<'a> {
-    factor: &'a Tensor,
-    apply: &'a Tensor,
-    e: usize,
-    n: usize,
-    k: usize,
-    iterations: usize,
-    power_iterations: usize,
+pub(crate) struct Call<'a> {
+    pub factor: &'a Tensor,
+    pub apply: &'a Tensor,
+    pub e: usize,
+    pub n: usize,
+    pub k: usize,
+    pub iterations: usize,
+    pub power_iterations: usize,
 }
 
 impl<R: Engine> Retract for Device<R> {
@@ -67,11 +67,28 @@ impl<R: Engine> Retract for Device<R> {
         }
         self.check_into(OP, "factor", factor, &[("apply", apply)])?;
         let Config { iterations, power_iterations } = *config;
-        let call = Call { factor, apply, e, n, k, iterations, power_iterations };
-        let spread = match self.forward_arm(STEM) {
-            Arm::Plain => plain::update(self, &call)?,
-            Arm::Fused => fused::update(self, &call)?,
-        };
+        let arm = self.forward_arm(STEM);
+        if arm == Arm::Plain {
+            let spread = plain::update(self, &Call { factor, apply, e, n, k, iterations, power_iterations })?;
+            return Ok(Outputs { spread });
+        }
+        if k > fused::LARGEST_K {
+            return Err(Error::Shape {
+                op: OP,
+                arg: "factor",
+                expected: format!("k <= {} in the fused kernels; arm plain takes more", fused::LARGEST_K),
+                got: factor.shape().to_vec(),
+            });
+        }
+        let spread = self.float_scratch(&[1])?;
+        if e == 0 {
+            self.fill(&spread, 0.0)?;
+            return Ok(Outputs { spread });
+        }
+        let factors = [fused::Factor { start: 0, count: e, slot: 0 }];
+        let (buffer, factors, mutant) = (factor, &factors[..], self.mutant(STEM));
+        let batch = fused::Batch { buffer, apply, factors, n, k, iterations, power_iterations, mutant };
+        fused::update(self, &batch, &spread)?;
         Ok(Outputs { spread })
     }
 }

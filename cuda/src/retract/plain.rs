@@ -346,7 +346,7 @@ impl<R: Engine> Matrices<'_, R> {
 }
 
 /// Retracts every matrix; returns the largest spread.
-pub(super) fn update<R: Engine>(b: &Device<R>, call: &Call<'_>) -> Result<Tensor> {
+pub(crate) fn update<R: Engine>(b: &Device<R>, call: &Call<'_>) -> Result<Tensor> {
     let &Call { factor, apply, e, n, k, iterations, power_iterations } = call;
     let on = Matrices { b, e };
     let columns = on.largest(factor, n, k)?;

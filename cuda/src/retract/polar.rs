@@ -11,10 +11,12 @@
 use cubecl::prelude::*;
 use dormouse_reference::Result;
 
-use super::{CONSTANT, Call, LINEAR, MARGIN, PIVOT_FLOOR, SQUARE, eighth_power_mean, start};
+use super::fused::Batch;
+use super::{CONSTANT, LINEAR, MARGIN, PIVOT_FLOOR, SQUARE, eighth_power_mean, start};
 use crate::device::Device;
 use crate::launch::Grid;
 use crate::runtime::Engine;
+use crate::scale::inverse_of;
 use crate::tensor::{Floats, Tensor};
 
 /// Units of a cube.
@@ -50,27 +52,6 @@ pub(super) struct Part {
     pub blocks: usize,
     pub iterations: usize,
     pub with_spread: bool,
-    pub mutant: u32,
-}
-
-/// The power of two at or below a magnitude, 0 for 0. The smallest and largest exponents are left out, so that it has an
-/// inverse.
-#[cube]
-pub(super) fn power_of_two(x: f32) -> f32 {
-    let mut bits = u32::reinterpret(x) & 0x7f80_0000u32;
-    if bits > comptime!(252u32 << 23) {
-        bits = comptime!(252u32 << 23);
-    }
-    if bits == 0u32 && x > 0.0f32 {
-        bits = comptime!(1u32 << 23);
-    }
-    f32::reinterpret(bits)
-}
-
-/// One over a power of two, and over 0 some other one.
-#[cube]
-pub(super) fn inverse_of(scale: f32) -> f32 {
-    f32::reinterpret(comptime!(254u32 << 23) - u32::reinterpret(scale))
 }
 
 /// The sum over the units of the cube, in halves. Every unit must call it.
@@ -534,16 +515,17 @@ pub(super) fn slots(e: usize) -> usize {
 }
 
 /// Launches the k by k work on `[grams, scales, work, coefficients, spreads]`.
-pub(super) fn launch<R: Engine>(b: &Device<R>, call: &Call<'_>, part: &Part, uses: [&Tensor; 5]) -> Result<()> {
-    let &Part { blocks, iterations, with_spread, mutant } = part;
+pub(super) fn launch<R: Engine>(b: &Device<R>, batch: &Batch<'_>, part: &Part, uses: [&Tensor; 5]) -> Result<()> {
+    let (&Part { blocks, iterations, with_spread }, &Batch { k, power_iterations, mutant, .. }) = (part, batch);
+    let e = batch.matrices();
     // Mutants of other kernels leave this one as it is, so that it is compiled once for all of them.
     let mutant = if [1, 2, 3, 4, 6].contains(&mutant) { mutant } else { 0 };
     let [grams, scales, ..] = uses;
-    let bytes = grams.bytes() + scales.bytes() + 4 * (call.e * (call.k * call.k + 2)) as u64;
-    b.launch("retract::polar", grid(call.e, with_spread), bytes, &uses, |client, count, dim| {
+    let bytes = grams.bytes() + scales.bytes() + 4 * (e * (k * k + 2)) as u64;
+    b.launch("retract::polar", grid(e, with_spread), bytes, &uses, |client, count, dim| {
         let [grams, scales, work, coefficients, spreads] = uses.map(|t| b.floats(t));
-        let (e, k, blocks, roles) = (call.e as u32, call.k as u32, blocks as u32, roles(with_spread) as u32);
-        let (iterations, power_iterations) = (iterations as u32, call.power_iterations as u32);
+        let (e, k, blocks, roles) = (e as u32, k as u32, blocks as u32, roles(with_spread) as u32);
+        let (iterations, power_iterations) = (iterations as u32, power_iterations as u32);
         // SAFETY: a cube stays in its own slots; every access is guarded by k.
         unsafe {
             polar_kernel::launch_unchecked::<R>(

@@ -97,6 +97,23 @@ impl Operation for RetractAllOp {
             case(&[], 4, "step"),
             case(&[[1, 40, 32], [1, 96, 32]], 3, "step"),
             case(&[[1, 40, 32], [1, 96, 32]], 6, "spread10"),
+            // More factors of one shape than a device takes in one launch, one of them empty.
+            case(
+                &[
+                    [2, 4, 2],
+                    [1, 4, 2],
+                    [1, 4, 2],
+                    [0, 4, 2],
+                    [1, 4, 2],
+                    [1, 4, 2],
+                    [1, 4, 2],
+                    [1, 4, 2],
+                    [3, 4, 2],
+                    [1, 4, 2],
+                ],
+                4,
+                "spread4",
+            ),
         ]);
         cases
     }

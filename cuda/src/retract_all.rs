@@ -1,0 +1,106 @@
+//! `retract_all`: the equations are in `dormouse_reference::retract` and the table in `dormouse_reference::retract_all`.
+//!
+//! Both arms are those of [`crate::retract`]. Arm `plain` calls it factor by factor. Arm `fused` takes the factors of one
+//! shape at once, [`FACTORS`] at most, in three launches for four iterations: a factor has the bits that it has alone.
+
+use dormouse_reference::retract_all::{Config, Outputs, RetractAll, check_config, classes};
+use dormouse_reference::{Dims, Error, Result, Tensors};
+
+use crate::arm::{Arm, Mutant};
+use crate::device::Device;
+use crate::retract::fused::{self, Batch, FACTORS, Factor, LARGEST_K};
+use crate::retract::{self, plain};
+use crate::runtime::Engine;
+use crate::tensor::Tensor;
+use crate::words;
+
+const STEM: &str = "retract_all";
+
+const OP: &str = "retract_all::update";
+
+/// Numbered in the kernels behind the faults of `retract`, which are about what happens to one matrix.
+pub(crate) const MUTANTS: &[Mutant] = &[
+    Mutant::fused("first-matrix-of-a-factor"),
+    Mutant::fused("last-matrix-left-alone"),
+    Mutant::fused("one-spread-for-a-class"),
+    Mutant::fused("null-renamed-local"),
+];
+
+impl<R: Engine> RetractAll for Device<R> {
+    fn update(&self, config: &Config, params: &Tensor, apply: &Tensor) -> Result<Outputs<Tensor>> {
+        let mut dims = Dims::new(OP);
+        dims.bind("params", params.shape(), &["P"])?;
+        check_config(config, dims.get("P"))?;
+        self.check_floats(OP, &[("apply", apply)])?;
+        if apply.shape() != [1] {
+            return Err(Error::Shape { op: OP, arg: "apply", expected: "[1]".to_owned(), got: apply.shape().to_vec() });
+        }
+        self.check_into(OP, "params", params, &[("apply", apply)])?;
+        let spreads = self.float_scratch(&[config.factors.len()])?;
+        match self.forward_arm(STEM) {
+            Arm::Plain => one_by_one(self, config, params, apply, &spreads)?,
+            Arm::Fused => by_class(self, config, params, apply, &spreads)?,
+        }
+        Ok(Outputs { spreads })
+    }
+}
+
+/// Arm `plain`.
+fn one_by_one<R: Engine>(
+    b: &Device<R>,
+    config: &Config,
+    params: &Tensor,
+    apply: &Tensor,
+    spreads: &Tensor,
+) -> Result<()> {
+    let &Config { iterations, power_iterations, .. } = config;
+    for (f, factor) in config.factors.iter().enumerate() {
+        let [e, n, k] = factor.shape;
+        let factor = b.view(params, factor.start, &factor.shape)?;
+        let call = retract::Call { factor: &factor, apply, e, n, k, iterations, power_iterations };
+        words::copy(b, &plain::update(b, &call)?, &b.view(spreads, f, &[1])?)?;
+    }
+    Ok(())
+}
+
+/// Arm `fused`.
+fn by_class<R: Engine>(
+    b: &Device<R>,
+    config: &Config,
+    params: &Tensor,
+    apply: &Tensor,
+    spreads: &Tensor,
+) -> Result<()> {
+    let &Config { iterations, power_iterations, .. } = config;
+    if let Some(factor) = config.factors.iter().find(|factor| factor.shape[2] > LARGEST_K) {
+        return Err(Error::Config {
+            op: OP,
+            field: "factors.shape",
+            expected: format!("k <= {LARGEST_K} in the fused kernels; arm plain takes more"),
+            got: format!("{:?}", factor.shape),
+        });
+    }
+    // The kernels count from the last fault of one matrix.
+    let mutant = match b.mutant(STEM) {
+        0 => 0,
+        own => retract::MUTANTS.len() as u32 + own,
+    };
+    if config.factors.iter().any(|factor| factor.shape[0] == 0) {
+        // No launch knows of a factor without matrices.
+        b.fill(spreads, 0.0)?;
+    }
+    for class in classes(&config.factors) {
+        let [_, n, k] = config.factors[class[0]].shape;
+        let factors: Vec<Factor> = class
+            .into_iter()
+            .map(|slot| (slot, &config.factors[slot]))
+            .map(|(slot, factor)| Factor { start: factor.start, count: factor.shape[0], slot })
+            .filter(|factor| factor.count > 0)
+            .collect();
+        for factors in factors.chunks(FACTORS) {
+            let batch = Batch { buffer: params, apply, factors, n, k, iterations, power_iterations, mutant };
+            fused::update(b, &batch, spreads)?;
+        }
+    }
+    Ok(())
+}
