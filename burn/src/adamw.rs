@@ -10,6 +10,7 @@ use crate::maths::square;
 use crate::shapes::{apart, check, config as option, ranges};
 
 impl<B: Backend> Adamw for Burn<B> {
+    #[inline(never)]
     fn update(&self, config: &Config, state: State<&Handle<B>>, scalars: Scalars<&Handle<B>>) -> Result<()> {
         const OP: &str = "adamw::update";
         let args = state.clone().named();

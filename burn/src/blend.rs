@@ -13,6 +13,7 @@ use crate::tape::Tape;
 impl<B: Backend> Blend for Burn<B> {
     type Saved = Tape<B>;
 
+    #[inline(never)]
     fn forward(&self, config: &Config, inputs: Inputs<&Handle<B>>) -> Result<(Outputs<Handle<B>>, Tape<B>)> {
         const OP: &str = "blend::forward";
         option(OP, "lam_max", (0.0..=1.0).contains(&config.lam_max), "in [0, 1]", config.lam_max)?;
@@ -49,6 +50,7 @@ impl<B: Backend> Blend for Burn<B> {
         Ok((Outputs::from_named(|name| out.take(name)).map_err(absent(OP))?, tape))
     }
 
+    #[inline(never)]
     fn backward(&self, _: &Config, saved: &Tape<B>, upstream: Outputs<&Handle<B>>) -> Result<Grads<Handle<B>>> {
         const OP: &str = "blend::backward";
         let mut grads = saved.backward(self, OP, upstream.named(), vec![], vec![])?;

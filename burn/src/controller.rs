@@ -24,6 +24,7 @@ fn softmax<A: Backend>(r: Tensor<A, 2>) -> Tensor<A, 2> {
 impl<B: Backend> Controller for Burn<B> {
     type Saved = Tape<B>;
 
+    #[inline(never)]
     fn forward(
         &self,
         config: &Config,
@@ -51,6 +52,7 @@ impl<B: Backend> Controller for Burn<B> {
         Ok((Outputs::from_named(|name| out.take(name)).map_err(absent(OP))?, tape))
     }
 
+    #[inline(never)]
     fn backward(
         &self,
         _: &Config,

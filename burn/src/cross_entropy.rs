@@ -29,6 +29,7 @@ fn negative_log_likelihood<A: Backend>(z: Tensor<A, 2>, t: Tensor<A, 2, Int>) ->
 impl<B: Backend> CrossEntropy for Burn<B> {
     type Saved = Tape<B>;
 
+    #[inline(never)]
     fn forward(&self, config: &Config, inputs: Inputs<&Handle<B>>) -> Result<(Outputs<Handle<B>>, Tape<B>)> {
         const OP: &str = "cross_entropy::forward";
         let Inputs { logits, targets, mask } = inputs;
@@ -78,6 +79,7 @@ impl<B: Backend> CrossEntropy for Burn<B> {
         Ok((Outputs::from_named(|name| out.take(name)).map_err(absent(OP))?, tape))
     }
 
+    #[inline(never)]
     fn backward(&self, _: &Config, saved: &Tape<B>, upstream: Outputs<&Handle<B>>) -> Result<Grads<Handle<B>>> {
         const OP: &str = "cross_entropy::backward";
         if upstream.nll.is_some() {

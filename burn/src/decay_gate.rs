@@ -13,6 +13,7 @@ use crate::tape::Tape;
 impl<B: Backend> DecayGate for Burn<B> {
     type Saved = Tape<B>;
 
+    #[inline(never)]
     fn forward(
         &self,
         config: &Config,
@@ -50,6 +51,7 @@ impl<B: Backend> DecayGate for Burn<B> {
         Ok((Outputs::from_named(|name| out.take(name)).map_err(absent(OP))?, tape))
     }
 
+    #[inline(never)]
     fn backward(
         &self,
         _: &Config,

@@ -8,6 +8,7 @@ use crate::handle::{Burn, Handle};
 use crate::shapes::{apart, check, config as option, ranges};
 
 impl<B: Backend> Ema for Burn<B> {
+    #[inline(never)]
     fn update(&self, config: &Config, inputs: Inputs<&Handle<B>>) -> Result<()> {
         const OP: &str = "ema::update";
         let buffers = [("teacher", inputs.teacher), ("online", inputs.online)];

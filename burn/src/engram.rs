@@ -55,6 +55,7 @@ pub(crate) fn check_order<B: Backend>(b: &Burn<B>, op: &'static str, rows: &[i64
 impl<B: Backend> Engram for Burn<B> {
     type Saved = Saved<B>;
 
+    #[inline(never)]
     fn forward(
         &self,
         config: &Config,
@@ -97,6 +98,7 @@ impl<B: Backend> Engram for Burn<B> {
         Ok((outputs, Saved { tape, rows, order: inputs.order.cloned() }))
     }
 
+    #[inline(never)]
     fn backward(
         &self,
         config: &Config,

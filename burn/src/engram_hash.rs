@@ -51,6 +51,7 @@ impl<B: Backend> Wide<B> {
 }
 
 impl<B: Backend> EngramHash for Burn<B> {
+    #[inline(never)]
     fn forward(&self, config: &Config, inputs: Inputs<&Handle<B>>) -> Result<Outputs<Handle<B>>> {
         const OP: &str = "engram_hash::forward";
         let rows = config.rows;

@@ -14,6 +14,7 @@ use crate::tape::Tape;
 impl<B: Backend> Expert for Burn<B> {
     type Saved = Tape<B>;
 
+    #[inline(never)]
     fn forward(
         &self,
         config: &Config,
@@ -63,6 +64,7 @@ impl<B: Backend> Expert for Burn<B> {
         Ok((Outputs::from_named(|name| out.take(name)).map_err(absent(OP))?, tape))
     }
 
+    #[inline(never)]
     fn backward(
         &self,
         _: &Config,

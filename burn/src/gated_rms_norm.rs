@@ -12,6 +12,7 @@ use crate::tape::Tape;
 impl<B: Backend> GatedRmsNorm for Burn<B> {
     type Saved = Tape<B>;
 
+    #[inline(never)]
     fn forward(
         &self,
         config: &Config,
@@ -34,6 +35,7 @@ impl<B: Backend> GatedRmsNorm for Burn<B> {
         Ok((Outputs::from_named(|name| out.take(name)).map_err(absent(OP))?, tape))
     }
 
+    #[inline(never)]
     fn backward(
         &self,
         _: &Config,

@@ -14,6 +14,7 @@ use crate::tape::Tape;
 impl<B: Backend> Jepa for Burn<B> {
     type Saved = Tape<B>;
 
+    #[inline(never)]
     fn forward(&self, config: &Config, inputs: Inputs<&Handle<B>>) -> Result<(Outputs<Handle<B>>, Tape<B>)> {
         const OP: &str = "jepa::forward";
         small(OP, "eps", config.eps)?;
@@ -38,6 +39,7 @@ impl<B: Backend> Jepa for Burn<B> {
         Ok((Outputs::from_named(|name| out.take(name)).map_err(absent(OP))?, tape))
     }
 
+    #[inline(never)]
     fn backward(&self, config: &Config, saved: &Tape<B>, upstream: Outputs<&Handle<B>>) -> Result<Grads<Handle<B>>> {
         const OP: &str = "jepa::backward";
         small(OP, "eps", config.eps)?;

@@ -198,6 +198,7 @@ pub struct Saved<B: Backend> {
 impl<B: Backend> Kda for Burn<B> {
     type Saved = Saved<B>;
 
+    #[inline(never)]
     fn forward(&self, config: &Config, inputs: Inputs<&Handle<B>>) -> Result<(Outputs<Handle<B>>, Saved<B>)> {
         const OP: &str = "kda::forward";
         check_config(OP, config)?;
@@ -213,6 +214,7 @@ impl<B: Backend> Kda for Burn<B> {
         Ok((outputs, Saved { tape, lengths }))
     }
 
+    #[inline(never)]
     fn backward(&self, config: &Config, saved: &Saved<B>, upstream: Outputs<&Handle<B>>) -> Result<Grads<Handle<B>>> {
         const OP: &str = "kda::backward";
         check_config(OP, config)?;

@@ -30,6 +30,7 @@ fn neighbours<A: Backend>(p: &Tensor<A, 2>) -> Tensor<A, 1, Int> {
 impl<B: Backend> Koleo for Burn<B> {
     type Saved = Tape<B>;
 
+    #[inline(never)]
     fn forward(&self, config: &Config, inputs: Inputs<&Handle<B>>) -> Result<(Outputs<Handle<B>>, Tape<B>)> {
         const OP: &str = "koleo::forward";
         check_config(OP, config)?;
@@ -56,6 +57,7 @@ impl<B: Backend> Koleo for Burn<B> {
         Ok((Outputs::from_named(|name| out.take(name)).map_err(absent(OP))?, tape))
     }
 
+    #[inline(never)]
     fn backward(
         &self,
         config: &Config,

@@ -12,6 +12,7 @@ use crate::tape::Tape;
 impl<B: Backend> L2Norm for Burn<B> {
     type Saved = Tape<B>;
 
+    #[inline(never)]
     fn forward(&self, config: &Config, inputs: Inputs<&Handle<B>>) -> Result<(Outputs<Handle<B>>, Tape<B>)> {
         const OP: &str = "l2_norm::forward";
         option(OP, "eps", config.eps > 0.0, "greater than zero", config.eps)?;
@@ -27,6 +28,7 @@ impl<B: Backend> L2Norm for Burn<B> {
         Ok((Outputs::from_named(|name| out.take(name)).map_err(absent(OP))?, tape))
     }
 
+    #[inline(never)]
     fn backward(&self, _: &Config, saved: &Tape<B>, upstream: Outputs<&Handle<B>>) -> Result<Grads<Handle<B>>> {
         const OP: &str = "l2_norm::backward";
         let mut grads = saved.backward(self, OP, upstream.named(), vec![], vec![])?;

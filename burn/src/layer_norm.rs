@@ -30,6 +30,7 @@ fn both_or_neither<X>(op: &'static str, params: &Params<X>) -> Result<()> {
 impl<B: Backend> LayerNorm for Burn<B> {
     type Saved = Tape<B>;
 
+    #[inline(never)]
     fn forward(
         &self,
         config: &Config,
@@ -54,6 +55,7 @@ impl<B: Backend> LayerNorm for Burn<B> {
         Ok((Outputs::from_named(|name| out.take(name)).map_err(absent(OP))?, tape))
     }
 
+    #[inline(never)]
     fn backward(
         &self,
         config: &Config,

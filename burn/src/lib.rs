@@ -25,6 +25,9 @@
 
 mod adamw;
 mod blend;
+#[cfg(debug_assertions)]
+#[doc(hidden)]
+pub mod compiled;
 mod controller;
 mod cross_entropy;
 mod decay_gate;

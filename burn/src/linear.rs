@@ -12,6 +12,7 @@ use crate::tape::Tape;
 impl<B: Backend> Linear for Burn<B> {
     type Saved = Tape<B>;
 
+    #[inline(never)]
     fn forward(
         &self,
         config: &Config,
@@ -40,6 +41,7 @@ impl<B: Backend> Linear for Burn<B> {
         Ok((Outputs::from_named(|name| out.take(name)).map_err(absent(OP))?, tape))
     }
 
+    #[inline(never)]
     fn backward(
         &self,
         _: &Config,

@@ -13,6 +13,7 @@ use crate::tape::{Tape, Tracked};
 impl<B: Backend> MaskVector for Burn<B> {
     type Saved = Tape<B>;
 
+    #[inline(never)]
     fn forward(
         &self,
         _: &Config,
@@ -41,6 +42,7 @@ impl<B: Backend> MaskVector for Burn<B> {
         Ok((Outputs::from_named(|name| out.take(name)).map_err(absent(OP))?, tape))
     }
 
+    #[inline(never)]
     fn backward(
         &self,
         _: &Config,

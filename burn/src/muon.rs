@@ -12,6 +12,7 @@ use crate::shapes::{apart, check, config as option, ranges};
 const OP: &str = "muon::update";
 
 impl<B: Backend> Muon for Burn<B> {
+    #[inline(never)]
     fn update(&self, config: &Config, state: State<&Handle<B>>, scalars: Scalars<&Handle<B>>) -> Result<()> {
         let args = state.clone().named();
         let len = check(OP, &args, |_| &["P"])?.get("P");

@@ -9,6 +9,7 @@ use crate::handle::{Burn, Handle};
 use crate::shapes::check;
 
 impl<B: Backend> Record for Burn<B> {
+    #[inline(never)]
     fn update(&self, values: &[&Handle<B>], step: &Handle<B>, ring: &Handle<B>) -> Result<()> {
         const OP: &str = "record::update";
         let dims = check(OP, &[("ring", ring)], |_| &["R", "width"])?;

@@ -12,6 +12,7 @@ use crate::tape::Tape;
 impl<B: Backend> Residual for Burn<B> {
     type Saved = Tape<B>;
 
+    #[inline(never)]
     fn forward(
         &self,
         _: &Config,
@@ -31,6 +32,7 @@ impl<B: Backend> Residual for Burn<B> {
         Ok((Outputs::from_named(|name| out.take(name)).map_err(absent(OP))?, tape))
     }
 
+    #[inline(never)]
     fn backward(
         &self,
         _: &Config,

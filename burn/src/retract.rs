@@ -18,6 +18,7 @@ const PIVOT_FLOOR: f64 = 1e-6;
 const OP: &str = "retract::update";
 
 impl<B: Backend> Retract for Burn<B> {
+    #[inline(never)]
     fn update(&self, config: &Config, factor: &Handle<B>, apply: &Handle<B>) -> Result<Outputs<Handle<B>>> {
         let stacked = factor.shape().len() == 3;
         let dims = check(OP, &[("factor", factor)], |_| if stacked { &["E", "n", "k"] } else { &["n", "k"] })?;

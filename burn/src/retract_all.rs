@@ -8,6 +8,7 @@ use crate::handle::{Burn, Handle};
 use crate::shapes::{check, config as option, ranges};
 
 impl<B: Backend> RetractAll for Burn<B> {
+    #[inline(never)]
     fn update(&self, config: &Config, params: &Handle<B>, apply: &Handle<B>) -> Result<Outputs<Handle<B>>> {
         const OP: &str = "retract_all::update";
         let len = check(OP, &[("params", params)], |_| &["P"])?.get("P");

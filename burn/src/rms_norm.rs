@@ -12,6 +12,7 @@ use crate::tape::Tape;
 impl<B: Backend> RmsNorm for Burn<B> {
     type Saved = Tape<B>;
 
+    #[inline(never)]
     fn forward(
         &self,
         config: &Config,
@@ -39,6 +40,7 @@ impl<B: Backend> RmsNorm for Burn<B> {
         Ok((Outputs::from_named(|name| out.take(name)).map_err(absent(OP))?, tape))
     }
 
+    #[inline(never)]
     fn backward(
         &self,
         _: &Config,

@@ -16,6 +16,7 @@ use crate::shapes::{apart, check, config as option, number, small};
 const OP: &str = "row_adam::update";
 
 impl<B: Backend> RowAdam for Burn<B> {
+    #[inline(never)]
     fn update(
         &self,
         config: &Config,

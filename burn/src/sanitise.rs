@@ -15,6 +15,7 @@ fn nonfinite<B: Backend>(x: &Tensor<B, 1>) -> f64 {
 }
 
 impl<B: Backend> Sanitise for Burn<B> {
+    #[inline(never)]
     fn update(
         &self,
         config: &Config,

@@ -13,6 +13,7 @@ use crate::tape::Tape;
 impl<B: Backend> ShortConv for Burn<B> {
     type Saved = Tape<B>;
 
+    #[inline(never)]
     fn forward(
         &self,
         _: &Config,
@@ -59,6 +60,7 @@ impl<B: Backend> ShortConv for Burn<B> {
         Ok((Outputs::from_named(|name| out.take(name)).map_err(absent(OP))?, tape))
     }
 
+    #[inline(never)]
     fn backward(
         &self,
         _: &Config,

@@ -18,6 +18,7 @@ pub(crate) fn map<A: Backend>(x: Tensor<A, 3>, u: Tensor<A, 3>, s: Tensor<A, 3>,
 impl<B: Backend> Spectral for Burn<B> {
     type Saved = Tape<B>;
 
+    #[inline(never)]
     fn forward(
         &self,
         config: &Config,
@@ -45,6 +46,7 @@ impl<B: Backend> Spectral for Burn<B> {
         Ok((Outputs::from_named(|name| out.take(name)).map_err(absent(OP))?, tape))
     }
 
+    #[inline(never)]
     fn backward(
         &self,
         _: &Config,

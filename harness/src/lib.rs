@@ -14,6 +14,9 @@
 //! `docs/verification.md` explains how to add an operation; `ops/rms_norm.rs` is the shortest complete example.
 
 pub mod compare;
+#[cfg(all(debug_assertions, not(test)))]
+#[doc(hidden)]
+pub mod compiled;
 pub mod description;
 pub mod draw;
 pub mod gates;

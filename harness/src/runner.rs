@@ -37,6 +37,7 @@ pub fn upload<B: Tensors>(b: &B, values: &Values, integers: &[&str]) -> Result<N
 }
 
 impl<B: Tensors, O: OperationOn<B>> Runner<O> for OnBackend<B> {
+    #[inline(never)]
     fn run(&self, config: &O::Config, inputs: &Values, upstream: Option<&Values>) -> Result<Run<ArrayD<f64>>, Error> {
         let b = (self.make)();
         let inputs = upload(&b, inputs, O::integers())?;

@@ -9,21 +9,11 @@ use crate::cpu::{Reference, Tensor};
 use crate::delegate_backend;
 use crate::scalar::Dual;
 
-macro_rules! hand_on {
-    ($self:ident, $d:ident => $call:expr) => {{
-        let $d = &$self.0;
-        $call
-    }};
-    ($self:ident, $stem:ident, $method:ident, $d:ident => $call:expr) => {
-        hand_on!($self, $d => $call)
-    };
-}
-
 macro_rules! compiled {
     ($($name:ident $scalar:ty;)*) => {$(
         pub struct $name(pub Reference<$scalar>);
 
-        delegate_backend!($name, Tensor<$scalar>, Reference<$scalar>, hand_on, hand_on);
+        delegate_backend!($name, Tensor<$scalar>, Reference<$scalar>, crate::to_field, crate::to_field);
     )*};
 }
 

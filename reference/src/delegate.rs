@@ -13,7 +13,7 @@
 macro_rules! delegate_backend {
     // Operations with an adjoint: what forward takes after the config, what backward takes after the upstream gradients.
     (
-        @differentiable $wrapper:ty, $tensor:ty, $inner:ty, $operations:ident;
+        @differentiable $wrapper:ty, $tensor:ty, $inner:ty, $operations:path;
         $($module:ident $operation:ident ($($a:ident: $A:ident),*) ($($b:ident: $B:ty),*) -> $grads:ty;)*
     ) => {$(
         impl $crate::$module::$operation for $wrapper {
@@ -43,7 +43,7 @@ macro_rules! delegate_backend {
 
     // Operations without: their one method.
     (
-        @direct $wrapper:ty, $operations:ident;
+        @direct $wrapper:ty, $operations:path;
         $($module:ident $operation:ident $method:ident ($($a:ident: $A:ty),*) -> $result:ty;)*
     ) => {$(
         impl $crate::$module::$operation for $wrapper {
@@ -53,7 +53,7 @@ macro_rules! delegate_backend {
         }
     )*};
 
-    ($wrapper:ty, $tensor:ty, $inner:ty, $tensors:ident, $operations:ident) => {
+    ($wrapper:ty, $tensor:ty, $inner:ty, $tensors:path, $operations:path) => {
         impl $crate::Tensors for $wrapper {
             type Tensor = $tensor;
 
@@ -187,5 +187,17 @@ macro_rules! delegate_backend {
                 config: &$crate::sanitise::Config, grads: &$tensor, losses: &$tensor, counters: &$tensor
             ) -> $crate::sanitise::Outputs<$tensor>;
         }
+    };
+}
+
+/// What [`delegate_backend!`](crate::delegate_backend) takes for a wrapper whose one field is the inner backend.
+#[macro_export]
+macro_rules! to_field {
+    ($self:ident, $d:ident => $call:expr) => {{
+        let $d = &$self.0;
+        $call
+    }};
+    ($self:ident, $stem:ident, $method:ident, $d:ident => $call:expr) => {
+        $crate::to_field!($self, $d => $call)
     };
 }

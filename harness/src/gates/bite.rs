@@ -22,6 +22,7 @@ pub fn caught_by(plant: &Plant) -> Gate {
 }
 
 /// Runs one gate of the ladder with a mutant planted.
+#[inline(never)]
 pub fn with_mutant<O>(
     plant: &Plant,
     gate: Gate,

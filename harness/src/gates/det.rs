@@ -35,6 +35,7 @@ where
 }
 
 /// The gate for a device, whose threads are its own: two runs of every case have the same bits.
+#[inline(never)]
 pub fn gate_device<O: Operation>(runner: &dyn Runner<O>, context: &Context) -> Outcome {
     over_device_cases::<O>(Gate::Det, context, |case, rng| {
         let (inputs, upstream, first) = full_run(runner, case, rng)?;

@@ -36,17 +36,18 @@ where
     O: OperationOn<Reference<f32>>,
 {
     let device = OnBackend::new(Reference::<f32>::new);
-    run::<O>(&device, want, Precision::Full, context, |_| true).0
+    run::<O>(&device, want, Precision::Full, context, &|_| true).0
 }
 
 /// Compares a device's runner, whose products have a precision, with the reference's; gives the figures besides.
+#[inline(never)]
 pub fn gate<O: Operation>(
     device: &dyn Runner<O>,
     reference: &dyn Runner<O>,
     precision: Precision,
     context: &Context,
 ) -> (Outcome, Vec<Figures>) {
-    run(device, reference, precision, context, O::on_devices)
+    run(device, reference, precision, context, &O::on_devices)
 }
 
 fn run<O: Operation>(
@@ -54,7 +55,7 @@ fn run<O: Operation>(
     reference: &dyn Runner<O>,
     precision: Precision,
     context: &Context,
-    wanted: impl Fn(&Case<O::Config>) -> bool,
+    wanted: &dyn Fn(&Case<O::Config>) -> bool,
 ) -> (Outcome, Vec<Figures>) {
     // Integers travel as integers, so nothing rounds them.
     let rounded = |values: &Values| {
@@ -65,7 +66,7 @@ fn run<O: Operation>(
         )
     };
     let figures = RefCell::new(Vec::new());
-    let outcome = over_some_cases::<O>(Gate::Diff, context, wanted, |case, rng| {
+    let outcome = over_some_cases::<O>(Gate::Diff, context, wanted, &|case, rng| {
         let inputs = rounded(&O::draw(case, rng));
         let forward = reference.run(&case.config, &inputs, None).map_err(text)?;
         let upstream = O::NO_GRADIENT.is_none().then(|| rounded(&draw_upstream::<O>(case, &forward.outputs, rng)));

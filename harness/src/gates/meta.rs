@@ -32,6 +32,7 @@ pub fn gate<O: Operation>(runner: &dyn Runner<O>, context: &Context) -> Outcome 
 }
 
 /// Runs the laws that hold on a device.
+#[inline(never)]
 pub fn gate_device<O: Operation>(runner: &dyn Runner<O>, device: Device, context: &Context) -> Outcome {
     run(runner, Some(device), context)
 }
@@ -43,7 +44,7 @@ fn run<O: Operation>(runner: &dyn Runner<O>, device: Option<Device>, context: &C
         return Outcome::not_applicable("the operation states no law");
     }
     let wanted = |case: &Case<O::Config>| device.is_none() || O::on_devices(case);
-    let tally: Tally = over_some_cases::<O>(Gate::Meta, context, wanted, |case, rng| {
+    let tally: Tally = over_some_cases::<O>(Gate::Meta, context, &wanted, &|case, rng| {
         let mut worst = 0.0f64;
         if has_params {
             let eps = if device.is_some() { f64::from(f32::EPSILON) } else { f64::EPSILON };

@@ -166,13 +166,16 @@ impl Tally {
     }
 }
 
+/// A gate's question about one case: its worst error over tolerance, or what is wrong.
+type Check<'a, O> = &'a dyn Fn(&Case<<O as Operation>::Config>, &mut ChaCha8Rng) -> Result<f64, String>;
+
 /// Runs `check` on the case table and on random cases, which shrink on failure.
 fn over_cases<O: Operation>(
     gate: Gate,
     context: &Context,
     check: impl Fn(&Case<O::Config>, &mut ChaCha8Rng) -> Result<f64, String>,
 ) -> Tally {
-    over_some_cases::<O>(gate, context, |_| true, check)
+    over_some_cases::<O>(gate, context, &|_| true, &check)
 }
 
 /// [`over_cases`] without those that a device refuses.
@@ -181,17 +184,17 @@ fn over_device_cases<O: Operation>(
     context: &Context,
     check: impl Fn(&Case<O::Config>, &mut ChaCha8Rng) -> Result<f64, String>,
 ) -> Tally {
-    over_some_cases::<O>(gate, context, O::on_devices, check)
+    over_some_cases::<O>(gate, context, &O::on_devices, &check)
 }
 
 fn over_some_cases<O: Operation>(
     gate: Gate,
     context: &Context,
-    wanted: impl Fn(&Case<O::Config>) -> bool,
-    check: impl Fn(&Case<O::Config>, &mut ChaCha8Rng) -> Result<f64, String>,
+    wanted: &dyn Fn(&Case<O::Config>) -> bool,
+    check: Check<'_, O>,
 ) -> Tally {
     let mut tally = Tally::new();
-    for case in O::cases().into_iter().filter(&wanted) {
+    for case in O::cases().into_iter().filter(|case| wanted(case)) {
         if context.only.as_ref().is_some_and(|only| !case.name.contains(only.as_str())) {
             continue;
         }
@@ -375,6 +378,7 @@ pub(crate) fn passed(comparison: Comparison) -> Result<f64, String> {
 }
 
 /// Runs forward and backward of cases and compares nothing: for a device that only compiles, or that is watched.
+#[inline(never)]
 pub fn exercise<O: Operation>(runner: &dyn Runner<O>, cases: &[Case<O::Config>]) -> Result<usize, String> {
     for case in cases {
         let mut rng = draw::stream(0, &[O::STEM, "exercise", &case.name]);
@@ -410,6 +414,7 @@ where
 }
 
 /// Runs the chosen gates of one operation in ladder order; without an oracle its gate does not run.
+#[inline(never)]
 pub fn ladder<O>(
     runner: &dyn Runner<O>,
     oracle: Option<&dyn Runner<O>>,

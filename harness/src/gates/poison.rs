@@ -11,6 +11,7 @@ use crate::gates::det::equal_bits;
 use crate::runner::Runner;
 
 /// Compares a device's runner with the same device in poisoned memory.
+#[inline(never)]
 pub fn gate<O: Operation>(plain: &dyn Runner<O>, poisoned: &dyn Runner<O>, context: &Context) -> Outcome {
     over_device_cases::<O>(Gate::Poison, context, |case, rng| {
         let (inputs, upstream, clean) = full_run(plain, case, rng)?;
