@@ -1,8 +1,9 @@
 //! `engram_hash`: the equations are in `dormouse_reference::engram_hash`.
 //!
-//! The hash has 64 bits, and not every device has whole numbers of that size: here it is two words. Its product with the
-//! prime 2^40 + 435 is put together from halves of the lower word, and its remainder is taken digit by digit, as on paper,
-//! with digits so small that nothing exceeds a word. Everything is exact, so both arms have the rows of the reference.
+//! The hash has 64 bits, and not every device has whole numbers of that size: here it is two words. Its product with
+//! the prime 2^40 + 435 is put together from halves of the lower word, and its remainder is taken digit by digit, as on
+//! paper, with digits so small that nothing exceeds a word. Everything is exact, so both arms have the rows of the
+//! reference.
 //!
 //! Arm `plain` has one unit a key and takes the remainder bit by bit. Arm `fused` has one unit a position, which reads
 //! its symbols once for its three keys, and takes as large digits as the number of rows allows: one launch that reads
@@ -103,8 +104,8 @@ fn mix(low: u32, high: u32, x: u32, #[comptime] carries: bool) -> (u32, u32) {
     ((first & 0xffffu32) | (second << 16u32), upper)
 }
 
-/// The remainder of a number of two words: the upper word's, then `digit` bits of the lower word at a time. `rows` times
-/// 2^`digit` is at most 2^32, so that a remainder and the next digit fit into a word.
+/// The remainder of a number of two words: the upper word's, then `digit` bits of the lower word at a time. `rows`
+/// times 2^`digit` is at most 2^32, so that a remainder and the next digit fit into a word.
 #[cube]
 fn remainder(low: u32, high: u32, rows: u32, #[comptime] digit: u32) -> u32 {
     let mut rest = high % rows;
@@ -117,15 +118,7 @@ fn remainder(low: u32, high: u32, rows: u32, #[comptime] digit: u32) -> u32 {
 
 /// One key of one position. `i` counts keys.
 #[cube(launch_unchecked)]
-fn plain_kernel(
-    ids: &Words,
-    mask: &Words,
-    out: &mut Words,
-    len: u32,
-    tokens: u32,
-    rows: u32,
-    #[comptime] kind: u32,
-) {
+fn plain_kernel(ids: &Words, mask: &Words, out: &mut Words, len: u32, tokens: u32, rows: u32, #[comptime] kind: u32) {
     let i = ABSOLUTE_POS;
     if i < len as usize {
         let j = i % comptime!(KEYS);
@@ -134,8 +127,7 @@ fn plain_kernel(
         if count > n % tokens as usize + 1 {
             count = n % tokens as usize + 1;
         }
-        let (mut low, mut high) =
-            mix(comptime!(START[0]).runtime(), comptime!(START[1]).runtime(), count as u32, true);
+        let (mut low, mut high) = mix(comptime!(START[0]).runtime(), comptime!(START[1]).runtime(), count as u32, true);
         for k in 0..count {
             let (next_low, next_high) = mix(low, high, symbol(ids, mask, n + k + 1 - count, kind), true);
             low = next_low;
@@ -285,9 +277,15 @@ mod tests {
 
     #[test]
     fn a_remainder_and_the_next_digit_fit_into_a_word() {
-        for (rows, want) in
-            [(1, 16), (1 << 16, 16), ((1 << 16) + 1, 8), (1 << 24, 8), (1 << 28, 4), (1 << 30, 2), (u32::MAX as usize / 3, 1)]
-        {
+        for (rows, want) in [
+            (1, 16),
+            (1 << 16, 16),
+            ((1 << 16) + 1, 8),
+            (1 << 24, 8),
+            (1 << 28, 4),
+            (1 << 30, 2),
+            (u32::MAX as usize / 3, 1),
+        ] {
             assert_eq!(digit(rows), want, "{rows}");
             // The largest that is ever formed: the largest remainder, and a digit of ones.
             assert!(((rows as u64 - 1) << want | ((1 << want) - 1)) <= u64::from(u32::MAX), "{rows}");

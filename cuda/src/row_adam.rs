@@ -1,15 +1,15 @@
 //! `row_adam`: the equations are in `dormouse_reference::row_adam`.
 //!
 //! The order brings the places of a row side by side, and the first of them moves it; so a row that is named a hundred
-//! times moves once, and nothing is atomic. With `apply` = 0 no kernel writes, the counts included. The bias corrections
-//! are computed where they are used, because the count of a row is known to the device only.
+//! times moves once, and nothing is atomic. With `apply` = 0 no kernel writes, the counts included. The bias
+//! corrections are computed where they are used, because the count of a row is known to the device only.
 //!
-//! Arm `plain` has one unit an element of a place, and a second launch that advances the counts. Arm `fused` is one launch
-//! in which 32 units share a place: the first of them advances the count and computes the corrections for all. It reads
-//! rows and order, and reads and writes the touched rows of the table and its mirrors, nothing else.
+//! Arm `plain` has one unit an element of a place, and a second launch that advances the counts. Arm `fused` is one
+//! launch in which 32 units share a place: the first of them advances the count and computes the corrections for all.
+//! It reads rows and order, and reads and writes the touched rows of the table and its mirrors, nothing else.
 //!
-//! The host looks at neither rows nor order. A row outside the table does not move, and no memory outside the tensors is
-//! touched; an order that is none moves rows twice or not at all.
+//! The host looks at neither rows nor order. A row outside the table does not move, and no memory outside the tensors
+//! is touched; an order that is none moves rows twice or not at all.
 
 use cubecl::prelude::*;
 use dormouse_reference::row_adam::{Config, RowAdam, Scalars, State, Touched, check};
@@ -77,8 +77,8 @@ fn row_at(rows: &Words, order: &Words, k: usize, places: u32) -> u32 {
     row
 }
 
-/// The row that place `k` of the order moves, or [`NONE`]: where the row is not of the table's `len`, and where the place
-/// before has it already. In a mutant also where the place before has the row before it.
+/// The row that place `k` of the order moves, or [`NONE`]: where the row is not of the table's `len`, and where the
+/// place before has it already. In a mutant also where the place before has the row before it.
 #[cube]
 fn moved_at(rows: &Words, order: &Words, k: usize, places: u32, len: u32, #[comptime] neighbour: bool) -> u32 {
     let mut row = row_at(rows, order, k, places);
@@ -164,8 +164,8 @@ fn counts_kernel(rows: &Words, order: &Words, apply: &Floats, counts: &mut Words
 /// Moves the row of a place. Some units share it.
 ///
 /// Mutants: 1 drops the scale, 2 counts one update more in the corrections, 3 leaves the count as it is, 4 is null (a
-/// renamed local), 5 ignores the flag, 6 steps along the first moment before its update, 7 misses the last column, 8 misses
-/// a row whose neighbour came before, 9 takes the corrections of the cube's first place for all its places.
+/// renamed local), 5 ignores the flag, 6 steps along the first moment before its update, 7 misses the last column, 8
+/// misses a row whose neighbour came before, 9 takes the corrections of the cube's first place for all its places.
 #[cube(launch_unchecked)]
 fn fused_kernel(
     rows: &Words,

@@ -7,8 +7,6 @@ use dormouse_reference::controller::{self, Controller};
 use dormouse_reference::cross_entropy::{self, CrossEntropy};
 use dormouse_reference::decay_gate::{self, DecayGate};
 use dormouse_reference::embedding::{self, Embedding};
-use dormouse_reference::engram::{self, Engram};
-use dormouse_reference::engram_hash::{self, EngramHash};
 use dormouse_reference::expert::{self, Expert};
 use dormouse_reference::gated_rms_norm::{self, GatedRmsNorm};
 use dormouse_reference::l2_norm::{self, L2Norm};
@@ -17,7 +15,6 @@ use dormouse_reference::record::Record;
 use dormouse_reference::residual::{self, Residual};
 use dormouse_reference::retract::{self, Retract};
 use dormouse_reference::rms_norm::{self, RmsNorm};
-use dormouse_reference::row_adam::{self, RowAdam};
 use dormouse_reference::sanitise::{self, Sanitise};
 use dormouse_reference::short_conv::{self, ShortConv};
 use dormouse_reference::spectral::{self, Spectral};
@@ -25,9 +22,6 @@ use dormouse_reference::{DType, FactorFormat, Precision, Result, Tensors};
 use ndarray::{ArrayD, IxDyn};
 
 use crate::common::{Draw, Results, kda};
-
-/// Rows of the n-gram table that a position has.
-const ORDERS: usize = engram_hash::ORDERS.len();
 
 /// The sizes of a model and its batch.
 pub struct Sizes {
@@ -85,11 +79,6 @@ impl Sizes {
         self.batch * self.time
     }
 
-    /// Rows of the n-gram table.
-    fn table(&self) -> usize {
-        ORDERS * self.table_rows
-    }
-
     /// `[B, T, width]` for any width.
     fn tokens(&self, width: usize) -> [usize; 3] {
         [self.batch, self.time, width]
@@ -132,8 +121,8 @@ pub fn all<R: Engine>() -> [(&'static str, Prepare<R>); 21] {
         ("cross_entropy", cross_entropy),
         ("decay_gate", decay_gate),
         ("embedding", embedding),
-        ("engram", engram),
-        ("engram_hash", engram_hash),
+        ("engram", memory::engram),
+        ("engram_hash", memory::engram_hash),
         ("expert", expert),
         ("gated_rms_norm", gated_rms_norm),
         ("kda", kda),
@@ -143,7 +132,7 @@ pub fn all<R: Engine>() -> [(&'static str, Prepare<R>); 21] {
         ("residual", residual),
         ("retract", retract),
         ("rms_norm", rms_norm),
-        ("row_adam", row_adam),
+        ("row_adam", memory::row_adam),
         ("sanitise", sanitise),
         ("short_conv", short_conv),
         ("spectral", spectral),
@@ -175,6 +164,8 @@ macro_rules! call {
         })
     };
 }
+
+mod memory;
 
 /// A tensor of zeros that sums are added to, by name.
 fn zeros<R: Engine>(b: &Device<R>, like: &Tensor) -> Result<Tensor> {
@@ -313,58 +304,6 @@ fn embedding<R: Engine>(draw: &mut Draw<'_, R>, s: &Sizes) -> Result<Operation<R
             let config = embedding::Config {};
             let (outputs, saved) = Embedding::forward(b, &config, inputs.as_ref(), params.as_ref())?;
             Embedding::backward(b, &config, &saved, upstream.as_ref(), into.as_ref())?;
-            Ok(outputs.named())
-        }),
-    })
-}
-
-/// Rows of the n-gram table for every position, and their places by row.
-fn keys<R: Engine>(draw: &mut Draw<'_, R>, s: &Sizes) -> Result<[Tensor; 2]> {
-    let rows = draw.ids(&s.tokens(ORDERS), s.table())?;
-    let held: Vec<u32> = draw.b.download(&rows)?.iter().map(|&row| row as u32).collect();
-    let order: Vec<f64> = engram_hash::order(&held).into_iter().map(f64::from).collect();
-    let order = ArrayD::from_shape_vec(IxDyn(&[order.len()]), order).expect("one place for every row");
-    Ok([rows, draw.send(&order, DType::U32)?])
-}
-
-fn engram<R: Engine>(draw: &mut Draw<'_, R>, s: &Sizes) -> Result<Operation<R>> {
-    let inputs_of = ORDERS * s.row_width;
-    let [rows, order] = keys(draw, s)?;
-    let inputs = engram::Inputs { c: draw.noise(&s.tokens(s.width))?, rows, order: Some(order) };
-    let mut weight = || draw.map(&[inputs_of, s.width], |x| x * (3.0 / inputs_of as f64).sqrt());
-    let (key, value) = (weight()?, weight()?);
-    let params = engram::Params { table: draw.noise(&[s.table(), s.row_width])?, key, value };
-    let upstream = engram::Outputs { m: draw.noise(&s.tokens(s.width))? };
-    let plus = draw.noise(&s.tokens(s.width))?;
-    let into = params.as_ref().try_map(|_, p| zeros(draw.b, p))?;
-    Ok(Operation {
-        shape: format!("{} rows of {} to {:?}", s.table(), s.row_width, s.tokens(s.width)),
-        precisions: PRODUCTS,
-        // The two projections, twice as much on the way back.
-        flops: 12.0 * (s.rows() * inputs_of * s.width) as f64,
-        state: from_zero(into.as_ref().named()),
-        call: call!(
-            Engram,
-            |precision| engram::Config { eps: 1e-5, gate_eps: 1e-2, precision },
-            inputs,
-            upstream,
-            params,
-            into,
-            Some(&plus)
-        ),
-    })
-}
-
-fn engram_hash<R: Engine>(draw: &mut Draw<'_, R>, s: &Sizes) -> Result<Operation<R>> {
-    let ids = draw.ids(&[s.batch, s.time], 256)?;
-    let config = engram_hash::Config { rows: s.table_rows };
-    Ok(Operation {
-        shape: format!("[{}, {}] to {ORDERS} rows each", s.batch, s.time),
-        precisions: F32,
-        flops: 0.0,
-        state: Vec::new(),
-        call: Box::new(move |b, _| {
-            let outputs = EngramHash::forward(b, &config, engram_hash::Inputs { ids: &ids, mask: None })?;
             Ok(outputs.named())
         }),
     })
@@ -518,38 +457,6 @@ fn rms_norm<R: Engine>(draw: &mut Draw<'_, R>, s: &Sizes) -> Result<Operation<R>
         flops: 0.0,
         state: from_zero(into.as_ref().named()),
         call: call!(RmsNorm, |_| rms_norm::Config { eps: 1e-3 }, inputs, upstream, params, into),
-    })
-}
-
-fn row_adam<R: Engine>(draw: &mut Draw<'_, R>, s: &Sizes) -> Result<Operation<R>> {
-    let shape = [s.table(), s.row_width];
-    let [rows, order] = keys(draw, s)?;
-    // Rows as small as a step, so that a wrong step shows.
-    let state = row_adam::State {
-        table: draw.map(&shape, |x| 1e-3 * x)?,
-        grads: draw.map(&shape, |x| 1e-2 * x)?,
-        m: draw.map(&shape, |x| 1e-2 * x)?,
-        v: draw.map(&shape, |x| 1e-4 * x * x)?,
-        counts: draw.ids(&shape[..1], 100)?,
-    };
-    let scalars = row_adam::Scalars {
-        lr: draw.map(&[1], |_| 1e-3)?,
-        scale: draw.map(&[1], |_| 0.7)?,
-        apply: draw.map(&[1], |_| 1.0)?,
-    };
-    let changed =
-        vec![("table", &state.table), ("m", &state.m), ("v", &state.v), ("counts", &state.counts)];
-    Ok(Operation {
-        shape: format!("{} places in {shape:?}", ORDERS * s.rows()),
-        precisions: F32,
-        flops: 0.0,
-        state: from_now(draw.b, changed)?,
-        call: Box::new(move |b, _| {
-            let config = row_adam::Config { beta1: 0.9, beta2: 0.95, eps: 1e-8 };
-            let touched = row_adam::Touched { rows: &rows, order: &order };
-            RowAdam::update(b, &config, state.as_ref(), touched, scalars.as_ref())?;
-            Ok(Vec::new())
-        }),
     })
 }
 

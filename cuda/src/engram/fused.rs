@@ -1,14 +1,14 @@
 //! Arm `fused`: forward is four launches, backward seven.
 //!
-//! Forward looks the rows up (reads `rows` and the named rows, writes e), projects them in two products, and shares every
-//! position among 32 units, see [`rows`]: c, key and value are read once, m and three numbers a position written.
+//! Forward looks the rows up (reads `rows` and the named rows, writes e), projects them in two products, and shares
+//! every position among 32 units, see [`rows`]: c, key and value are read once, m and three numbers a position written.
 //!
 //! Backward shares the positions again: c, key, value, dm and `plus` are read once, dm a second time from the nearest
-//! cache, and dc, dkey and dvalue written. Four products give the gradients of the weights and of e. The places lie in the
-//! order of their rows, so a row's places are a run. Chunks of [`CHUNK`] places are summed side by side, so one row that
-//! every place names costs no more than many rows. A run that lies inside a chunk is added to the table at once; of one
-//! that goes on over several chunks every chunk leaves its part, and one more launch adds those up. Where a run is cut
-//! depends on the order alone, so a table of the batch's rows, whose ranks sort alike, has the same bits.
+//! cache, and dc, dkey and dvalue written. Four products give the gradients of the weights and of e. The places lie in
+//! the order of their rows, so a row's places are a run. Chunks of [`CHUNK`] places are summed side by side, so one row
+//! that every place names costs no more than many rows. A run that lies inside a chunk is added to the table at once;
+//! of one that goes on over several chunks every chunk leaves its part, and one more launch adds those up. Where a run
+//! is cut depends on the order alone, so a table of the batch's rows, whose ranks sort alike, has the same bits.
 
 use cubecl::prelude::*;
 use dormouse_reference::{DType, Result, Tensors};
@@ -37,7 +37,8 @@ const NONE: u32 = u32::MAX;
 const COLUMNS: u32 = 32;
 const LANES: u32 = 8;
 
-/// e = table[row]. One unit, one element: neighbours read neighbouring columns. `nan` is what a row outside the table gives.
+/// e = table[row]. One unit, one element: neighbours read neighbouring columns. `nan` is what a row outside the table
+/// gives.
 ///
 /// Mutants: 1 takes the next row.
 #[cube(launch_unchecked)]
@@ -68,8 +69,8 @@ fn gather_kernel(
 
 /// The fit of a position, and m. Some units share it.
 ///
-/// Mutants: 2 misses the last column in the norm of the key, 3 is null (a renamed local), 4 takes the score itself for its
-/// signed root.
+/// Mutants: 2 misses the last column in the norm of the key, 3 is null (a renamed local), 4 takes the score itself for
+/// its signed root.
 #[cube(launch_unchecked)]
 fn mix_kernel(
     c: &Floats,
@@ -139,8 +140,8 @@ fn mix_kernel(
 
 /// dvalue, dkey and dc of a position. Some units share it.
 ///
-/// Mutants: 5 and 6 take the norm of the query and of the key for constant, 7 drops plus, 8 takes the gate for its slope, 9
-/// sends the value its gradient without the gate.
+/// Mutants: 5 and 6 take the norm of the query and of the key for constant, 7 drops plus, 8 takes the gate for its
+/// slope, 9 sends the value its gradient without the gate.
 #[cube(launch_unchecked)]
 fn unmix_kernel(
     c: &Floats,
@@ -255,11 +256,7 @@ fn runs_kernel(
         }
         let mut after = comptime!(NONE).runtime();
         if cube_first + comptime!(PLACES as usize) < len {
-            after = row_of(
-                rows,
-                place_at(order, cube_first + comptime!(PLACES as usize), places) as usize,
-                table_rows,
-            );
+            after = row_of(rows, place_at(order, cube_first + comptime!(PLACES as usize), places) as usize, table_rows);
         }
         row[0] = before;
         row[comptime!(PLACES as usize + 1)] = after;
@@ -320,8 +317,8 @@ fn runs_kernel(
     }
 }
 
-/// Adds up the parts of a run that goes on over several chunks. A cube has the chunk where the run begins and a block of
-/// columns; each of its lanes adds every [`LANES`]-th part, first to last, and the first lane adds up the lanes.
+/// Adds up the parts of a run that goes on over several chunks. A cube has the chunk where the run begins and a block
+/// of columns; each of its lanes adds every [`LANES`]-th part, first to last, and the first lane adds up the lanes.
 ///
 /// Mutants: 11 drops the parts of chunks that the run does not begin in, 12 drops the one where it does.
 #[cube(launch_unchecked)]

@@ -1,13 +1,13 @@
 //! `engram`: the equations are in `dormouse_reference::engram`.
 //!
-//! Saved: handles of what went in, what was looked up and projected, and three numbers a position: the scales of key and
-//! query, and the score. The gate and its slope come from the score again.
+//! Saved: handles of what went in, what was looked up and projected, and three numbers a position: the scales of key
+//! and query, and the score. The gate and its slope come from the score again.
 //!
 //! The products take every precision, in both arms; everything else is f32. The gradient of the table is summed row by
 //! row in the order that the caller gives, so nothing is atomic and rows that no place names are not touched.
 //!
-//! The host looks at neither rows nor order. A row that is not of the table gives NaN, so that the loss of its step is not
-//! finite and the step is refused; its gradient goes to the last row. No memory outside the tensors is touched.
+//! The host looks at neither rows nor order. A row that is not of the table gives NaN, so that the loss of its step is
+//! not finite and the step is refused; its gradient goes to the last row. No memory outside the tensors is touched.
 
 mod fused;
 mod plain;
@@ -244,8 +244,10 @@ impl<R: Engine> Engram for Device<R> {
         let mut dims = bind(OP, inputs.as_ref().map(|_, x| x.shape()), params.as_ref().map(|_, x| x.shape()))?;
         dims.bind_rows("m", upstream.m.shape(), "N", &["D"])?;
         bind_params(&mut dims, into.clone().map(|_, x| x.shape()))?;
-        let mut reads = vec![("c", &inputs.c), ("m", upstream.m), ("e", e), ("key", key), ("value", value), ("fit", fit)];
-        reads.extend(params.as_ref().named());
+        let mut reads =
+            vec![("c", &inputs.c), ("m", upstream.m), ("e", e), ("key", key), ("value", value), ("fit", fit)];
+        // The table itself is not read on the way back.
+        reads.extend([("key", &params.key), ("value", &params.value)]);
         if let Some(plus) = plus {
             dims.bind_rows("plus", plus.shape(), "N", &["D"])?;
             reads.push(("plus", plus));
