@@ -1,7 +1,7 @@
 //! `engram`: description for the harness.
 //!
-//! `order` is a function of `rows`, so the glue computes it and it is no tensor here. `plus`, what other readers of c
-//! have sent back, appears as the upstream gradient of an output `plus` that is c itself, as in `linear`.
+//! `order` is a function of `rows`, so the glue computes it and it is no tensor here. `plus`, what other readers of c have
+//! sent back, appears as the upstream gradient of an output `plus` that is c itself, as in `linear`.
 
 use dormouse_reference::engram::{self, Config, Engram, Inputs, Outputs, Params};
 use dormouse_reference::{DType, Precision, Result, Tensors, engram_hash};
@@ -20,9 +20,9 @@ use crate::tolerance;
 /// The description.
 pub struct EngramOp;
 
-/// Value families: ordinary; a query with large channels and heavy tails; a query and a table row so small that eps
-/// decides; one row for all places; only the first and the last row; a table as it is initialised. A score of exactly
-/// zero is a law: there the second derivative jumps, and differences are not differences.
+/// Value families: ordinary; a query with large channels and heavy tails; a query and a table row so small that eps decides;
+/// one row for all places; only the first and the last row; a table as it is initialised. A score of exactly zero is a law:
+/// there the second derivative jumps, and differences are not differences.
 const FAMILIES: [&str; 6] = ["normal", "activations", "tiny-row", "one-row", "both-ends", "initial"];
 
 fn case(
@@ -274,22 +274,14 @@ impl Operation for EngramOp {
         .to_vec()
     }
 
-    /// The root's slope 1 / (2 (|s| + gate_eps)^(1/2)) is steep in s itself: an error of s moves it by 1 / (2 gate_eps)
-    /// of that, 50 at a score of zero. s is a mean of D products of size 1, of which key and query carry f32's two
-    /// roundings of 1.2e-7 whatever the order of the sum; one position with a score near zero can carry a whole
-    /// gradient.
+    /// The root's slope 1 / (2 (|s| + gate_eps)^(1/2)) is steep in s itself: an error of s moves it by 1 / (2 gate_eps) of
+    /// that, 50 at a score of zero. s is a mean of D products of size 1, of which key and query carry f32's two roundings of
+    /// 1.2e-7 whatever the order of the sum; one position with a score near zero can carry a whole gradient.
     fn tolerances(case: &Case<Config>) -> Tolerances {
         let tol = tolerance::DIFF_F32.tol + 2.0 * f64::from(f32::EPSILON) / (2.0 * case.config.gate_eps);
         let diff_f32 =
             Tolerance::new(tol, "f32 rounding, and two roundings of a score times the root's 1 / (2 gate_eps)");
         Tolerances { diff_f32, ..tolerance::WELL_CONDITIONED }
-    }
-
-    /// The same at the lower precisions: what the rounded operands of the key's product leave in the score moves the
-    /// root's slope by as much, 1 / (2 gate_eps) of it at a score of zero. Where that passes the widest tolerance that
-    /// the comparator takes, as it does here, small cases say less than they do in f32; the slope's bound stays.
-    fn amplification(case: &Case<Config>) -> f64 {
-        1.0 / (2.0 * case.config.gate_eps)
     }
 
     fn optional_upstream() -> &'static [&'static str] {
@@ -385,8 +377,7 @@ fn opposite_queries(runner: &dyn Runner<EngramOp>, case: &Case<Config>, rng: &mu
     passed(compare("m(c) + m(-c)", sums[0].view(), sums[1].view(), &tolerance::FORM))
 }
 
-/// At c = 0 and at rows of zeros the score is zero: m is half the value, and the gradient is that of the root's slope
-/// there.
+/// At c = 0 and at rows of zeros the score is zero: m is half the value, and the gradient is that of the root's slope there.
 fn zero_query(runner: &dyn Runner<EngramOp>, case: &Case<Config>, rng: &mut ChaCha8Rng) -> LawResult {
     let mut inputs = EngramOp::draw(case, rng);
     let upstream = upstream(case, rng);
