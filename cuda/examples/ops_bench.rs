@@ -5,10 +5,11 @@
 //! cargo run --release -p dormouse-cuda --example ops_bench [-- --tsv]
 //! ```
 //!
-//! Shapes are those of the preset `small`: batch 8, 512 tokens, d 768, 12 heads of 64, f 2048, rank 64, three experts, 256
-//! classes, flat buffers of 9.0 M parameters. A call is forward and backward, or the update of an operation that has no
-//! backward, captured as one step. Before an arm is timed, all that it returns and writes is compared with arm `plain` in
-//! f32; what is wrong gets a line with WRONG and no row, and the exit code is 1. It is 2 if there is no device.
+//! Shapes are those of the preset `small`: batch 8, 512 tokens, d 768, 12 heads of 64, f 2048, rank 64, three experts,
+//! 256 classes, flat buffers of 9.0 M parameters, an n-gram table of three times 32768 rows of 32. A call is forward
+//! and backward, or the update of an operation that has no backward, captured as one step. Before an arm is timed, all
+//! that it returns and writes is compared with arm `plain` in f32; what is wrong gets a line with WRONG and no row, and
+//! the exit code is 1. It is 2 if there is no device.
 //!
 //! | column | |
 //! |---|---|
@@ -22,9 +23,9 @@
 //! | error | the largest relative RMS difference to `plain` in f32 |
 //!
 //! Each group is timed from an idle device to an idle one, so a tenth of a launch and a wait is in every figure. An arm
-//! whose call takes more than a second is not timed. A replay finds in the GPU's cache what the one before has left there,
-//! so a small call can be faster than the floor of its bytes. With DORMOUSE_COMMIT set, the first line says so. `ops_bench
-//! lavapipe` runs tiny shapes on Mesa's software Vulkan driver, whose times mean nothing.
+//! whose call takes more than a second is not timed. A replay finds in the GPU's cache what the one before has left
+//! there, so a small call can be faster than the floor of its bytes. With DORMOUSE_COMMIT set, the first line says so.
+//! `ops_bench lavapipe` runs tiny shapes on Mesa's software Vulkan driver, whose times mean nothing.
 
 mod common;
 #[path = "common/operations.rs"]

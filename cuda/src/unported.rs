@@ -6,8 +6,7 @@
 
 use std::convert::Infallible;
 
-use dormouse_reference::row_adam;
-use dormouse_reference::{Error, Result, ema, engram, engram_hash, jepa, koleo, layer_norm, mask_vector};
+use dormouse_reference::{Error, Result, ema, jepa, koleo, layer_norm, mask_vector};
 
 use crate::device::Device;
 use crate::runtime::Engine;
@@ -41,7 +40,6 @@ macro_rules! differentiable {
 }
 
 differentiable! {
-    engram Engram (engram::Inputs<&Tensor>, engram::Params<&Tensor>) (Option<&Tensor>, engram::Params<&Tensor>);
     jepa Jepa (jepa::Inputs<&Tensor>) ();
     koleo Koleo (koleo::Inputs<&Tensor>) (Option<&Tensor>);
     layer_norm LayerNorm (layer_norm::Inputs<&Tensor>, layer_norm::Params<&Tensor>)
@@ -50,30 +48,8 @@ differentiable! {
         (mask_vector::Params<&Tensor>);
 }
 
-impl<R: Engine> engram_hash::EngramHash for Device<R> {
-    fn forward(
-        &self,
-        _: &engram_hash::Config,
-        _: engram_hash::Inputs<&Tensor>,
-    ) -> Result<engram_hash::Outputs<Tensor>> {
-        refuse::<R, _>("engram_hash::forward")
-    }
-}
-
 impl<R: Engine> ema::Ema for Device<R> {
     fn update(&self, _: &ema::Config, _: ema::Inputs<&Tensor>) -> Result<()> {
         refuse::<R, _>("ema::update")
-    }
-}
-
-impl<R: Engine> row_adam::RowAdam for Device<R> {
-    fn update(
-        &self,
-        _: &row_adam::Config,
-        _: row_adam::State<&Tensor>,
-        _: row_adam::Touched<&Tensor>,
-        _: row_adam::Scalars<&Tensor>,
-    ) -> Result<()> {
-        refuse::<R, _>("row_adam::update")
     }
 }

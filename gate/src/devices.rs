@@ -19,6 +19,8 @@ use dormouse_harness::ops::controller::ControllerOp;
 use dormouse_harness::ops::cross_entropy::CrossEntropyOp;
 use dormouse_harness::ops::decay_gate::DecayGateOp;
 use dormouse_harness::ops::embedding::EmbeddingOp;
+use dormouse_harness::ops::engram::EngramOp;
+use dormouse_harness::ops::engram_hash::EngramHashOp;
 use dormouse_harness::ops::expert::ExpertOp;
 use dormouse_harness::ops::gated_rms_norm::GatedRmsNormOp;
 use dormouse_harness::ops::kda::KdaOp;
@@ -30,6 +32,7 @@ use dormouse_harness::ops::residual::ResidualOp;
 use dormouse_harness::ops::retract::RetractOp;
 use dormouse_harness::ops::retract_all::RetractAllOp;
 use dormouse_harness::ops::rms_norm::RmsNormOp;
+use dormouse_harness::ops::row_adam::RowAdamOp;
 use dormouse_harness::ops::sanitise::SanitiseOp;
 use dormouse_harness::ops::short_conv::ShortConvOp;
 use dormouse_harness::ops::spectral::SpectralOp;
@@ -168,8 +171,9 @@ macro_rules! operations {
     };
     ($task:ident, $signature:ty) => {
         operations!($task, $signature;
-            AdamwOp BlendOp ControllerOp CrossEntropyOp DecayGateOp EmbeddingOp ExpertOp GatedRmsNormOp KdaOp
-            L2NormOp LinearOp MuonOp RecordOp ResidualOp RetractOp RetractAllOp RmsNormOp SanitiseOp ShortConvOp SpectralOp)
+            AdamwOp BlendOp ControllerOp CrossEntropyOp DecayGateOp EmbeddingOp EngramOp EngramHashOp ExpertOp
+            GatedRmsNormOp KdaOp L2NormOp LinearOp MuonOp RecordOp ResidualOp RetractOp RetractAllOp RmsNormOp RowAdamOp
+            SanitiseOp ShortConvOp SpectralOp)
     };
 }
 

@@ -271,7 +271,11 @@ impl<B: Engram> Engram for Checked<B> {
     }
 }
 
-fn check_config(op: &'static str, config: &Config) -> Result<()> {
+/// Refuses a config that is out of range. For backends of their own, as is [`bind`].
+///
+/// # Errors
+/// `Config` if an eps is not greater than zero.
+pub fn check_config(op: &'static str, config: &Config) -> Result<()> {
     for (field, eps) in [("eps", config.eps), ("gate_eps", config.gate_eps)] {
         if !(eps > 0.0 && eps.is_finite()) {
             return Err(Error::Config {
@@ -285,7 +289,11 @@ fn check_config(op: &'static str, config: &Config) -> Result<()> {
     Ok(())
 }
 
-fn bind(op: &'static str, inputs: Inputs<&[usize]>, params: Params<&[usize]>) -> Result<Dims> {
+/// Refuses shapes that do not fit; gives N, D, O, R, W and `O W`.
+///
+/// # Errors
+/// `Shape`, which names the argument.
+pub fn bind(op: &'static str, inputs: Inputs<&[usize]>, params: Params<&[usize]>) -> Result<Dims> {
     let mut dims = Dims::new(op);
     dims.bind_rows("c", inputs.c, "N", &["D"])?;
     dims.bind_rows("rows", inputs.rows, "N", &["O"])?;
@@ -300,7 +308,11 @@ fn bind(op: &'static str, inputs: Inputs<&[usize]>, params: Params<&[usize]>) ->
     Ok(dims)
 }
 
-fn bind_params(dims: &mut Dims, params: Params<&[usize]>) -> Result<()> {
+/// Refuses parameters, or destinations of their gradients, that do not fit what [`bind`] has seen.
+///
+/// # Errors
+/// `Shape`, which names the argument.
+pub fn bind_params(dims: &mut Dims, params: Params<&[usize]>) -> Result<()> {
     dims.bind("table", params.table, &["R", "W"])?;
     dims.bind("key", params.key, &["O W", "D"])?;
     dims.bind("value", params.value, &["O W", "D"])

@@ -114,7 +114,11 @@ const OP: &str = "engram_hash::forward";
 
 const SYMBOLS: &str = "a byte, or 256 for a masked one";
 
-fn check(config: &Config, shapes: Inputs<&[usize]>) -> Result<[usize; 2]> {
+/// Refuses a config or shapes that do not fit; gives B and T. For backends of their own.
+///
+/// # Errors
+/// `Config` if `rows` is out of range; `Shape` if `ids` is not `[B, T]` or `mask` not shaped alike.
+pub fn check(config: &Config, shapes: Inputs<&[usize]>) -> Result<[usize; 2]> {
     if config.rows == 0 || config.rows > u32::MAX as usize / ORDERS.len() {
         return Err(Error::Config {
             op: OP,

@@ -108,14 +108,7 @@ impl<T: Scalar> RowAdam for Reference<T> {
         touched: Touched<&Tensor<T>>,
         scalars: Scalars<&Tensor<T>>,
     ) -> Result<()> {
-        check_config(config)?;
-        let mut dims = Dims::new(OP);
-        for (name, buffer) in [("table", state.table), ("grads", state.grads), ("m", state.m), ("v", state.v)] {
-            dims.bind(name, buffer.shape(), &["R", "W"])?;
-        }
-        dims.bind("counts", state.counts.shape(), &["R"])?;
-        dims.bind_rows("rows", touched.rows.shape(), "N", &[])?;
-        dims.bind("order", touched.order.shape(), &["N"])?;
+        let dims = check(config, state.clone().map(|_, x| x.shape()), touched.clone().map(|_, x| x.shape()))?;
         let buffers = state.clone().named();
         for (i, (arg, buffer)) in buffers.iter().enumerate() {
             if let Some((other, _)) = buffers[..i].iter().find(|(_, other)| buffer.shares_allocation(other)) {
@@ -183,6 +176,22 @@ impl<B: RowAdam> RowAdam for Checked<B> {
 }
 
 const OP: &str = "row_adam::update";
+
+/// Refuses a config or shapes that do not fit; gives R, W and N. For backends of their own.
+///
+/// # Errors
+/// `Config` if a beta is outside [0, 1) or `eps` not greater than zero; `Shape`, which names the argument.
+pub fn check(config: &Config, state: State<&[usize]>, touched: Touched<&[usize]>) -> Result<Dims> {
+    check_config(config)?;
+    let mut dims = Dims::new(OP);
+    for (name, shape) in [("table", state.table), ("grads", state.grads), ("m", state.m), ("v", state.v)] {
+        dims.bind(name, shape, &["R", "W"])?;
+    }
+    dims.bind("counts", state.counts, &["R"])?;
+    dims.bind_rows("rows", touched.rows, "N", &[])?;
+    dims.bind("order", touched.order, &["N"])?;
+    Ok(dims)
+}
 
 fn check_config(config: &Config) -> Result<()> {
     let refuse = |field, expected: &str, got: f64| {

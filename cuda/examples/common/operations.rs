@@ -37,6 +37,9 @@ pub struct Sizes {
     pub rank: usize,
     pub experts: usize,
     pub vocab: usize,
+    /// Rows of one order of the n-gram table, and their width.
+    pub table_rows: usize,
+    pub row_width: usize,
     /// Elements of the flat buffers.
     pub params: usize,
 }
@@ -53,6 +56,8 @@ impl Sizes {
         rank: 64,
         experts: 3,
         vocab: 256,
+        table_rows: 32_768,
+        row_width: 32,
         params: 8_996_429,
     };
 
@@ -67,6 +72,8 @@ impl Sizes {
         rank: 8,
         experts: 2,
         vocab: 16,
+        table_rows: 40,
+        row_width: 8,
         params: 10_001,
     };
 
@@ -108,7 +115,7 @@ pub struct Operation<R: Engine> {
 pub type Prepare<R> = fn(&mut Draw<'_, R>, &Sizes) -> Result<Operation<R>>;
 
 /// Every operation by its stem, in alphabetical order.
-pub fn all<R: Engine>() -> [(&'static str, Prepare<R>); 20] {
+pub fn all<R: Engine>() -> [(&'static str, Prepare<R>); 23] {
     [
         ("adamw", adamw),
         ("blend", blend),
@@ -116,6 +123,8 @@ pub fn all<R: Engine>() -> [(&'static str, Prepare<R>); 20] {
         ("cross_entropy", cross_entropy),
         ("decay_gate", decay_gate),
         ("embedding", embedding),
+        ("engram", memory::engram),
+        ("engram_hash", memory::engram_hash),
         ("expert", expert),
         ("gated_rms_norm", gated_rms_norm),
         ("kda", kda),
@@ -127,6 +136,7 @@ pub fn all<R: Engine>() -> [(&'static str, Prepare<R>); 20] {
         ("retract", retract),
         ("retract_all", retract_all),
         ("rms_norm", rms_norm),
+        ("row_adam", memory::row_adam),
         ("sanitise", sanitise),
         ("short_conv", short_conv),
         ("spectral", spectral),
@@ -158,6 +168,8 @@ macro_rules! call {
         })
     };
 }
+
+mod memory;
 
 /// A tensor of zeros that sums are added to, by name.
 fn zeros<R: Engine>(b: &Device<R>, like: &Tensor) -> Result<Tensor> {

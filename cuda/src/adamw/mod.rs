@@ -124,7 +124,7 @@ impl Factors {
 /// With c_t = 1 - beta^t, c_(a + b) = c_a + c_b (1 - c_a) and so c_(2a) = c_a (2 - c_a): sums and products of positive
 /// numbers only, one or two for every binary digit of t.
 #[cube]
-fn correction(take: f32, updates: u32) -> f32 {
+pub(crate) fn correction(take: f32, updates: u32) -> f32 {
     let mut total = 0.0f32;
     let mut power = take;
     let mut rest = updates;

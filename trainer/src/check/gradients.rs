@@ -8,7 +8,7 @@ use rand_distr::StandardNormal;
 
 use super::{Bands, Lab, Outcome, exact, letters};
 use crate::checkpoint::{State, Tensor};
-use crate::config::{Config, Math, preset};
+use crate::config::{Config, Engram, Math, preset};
 use crate::instruments::{Engagement, Witness};
 use crate::learner::ModelLearner;
 use crate::model::{Ablation, Param};
@@ -150,6 +150,19 @@ pub fn nano<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
     config.train.batch_rows = 1;
     config.run.precision = lab.math;
     Ok(verdict(lab, &config, Ablation::None)?.outcome())
+}
+
+/// `tiny` with its n-gram memory, and the same with the memory cut off, which must leave its parameters without a gradient.
+pub fn engram<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
+    let mut config = lab.tiny();
+    config.model.engram = Engram::Device;
+    let whole = verdict(lab, &config, Ablation::None)?.outcome();
+    let cut = verdict(lab, &config, Ablation::DetachMemory)?.dead;
+    let memory = ["engram.key", "engram.value", "engram.table"];
+    if cut != memory {
+        return Ok(Outcome::Fail(format!("without a memory {cut:?} have no gradient, expected {memory:?}")));
+    }
+    Ok(whole)
 }
 
 /// A fault must be noticed; `Pass` says by how much.
