@@ -75,8 +75,19 @@ fn targets_are_written_read_and_refused_where_they_do_not_fit() {
     }
     assert!(!place.path("a.targets.tmp").exists());
     place.run(&["jepa-targets", "runs/first", "--out", "a.targets"]).expect(2, &["exists and is not overwritten"]);
-    place.run(&["jepa-targets", "runs/first", "--out", "no/b"]).expect(4, &["cannot create `no/b.tmp`"]);
-    place.run(&["jepa-targets", "runs/first", "--out", "b", "--steps", "9"]).expect(2, &["0 to 8 are asked for"]);
+    // What cannot be written is exit 1 as everywhere, and a full disk keeps nothing of it.
+    place.run(&["jepa-targets", "runs/first", "--out", "no/b"]).expect(1, &["cannot create `no/b.tmp`", "give --out"]);
+    let full = place.run_limited(&["jepa-targets", "runs/first", "--out", "b"], 20_000);
+    full.expect(1, &["cannot write `b.tmp`", "give --out"]);
+    assert!(!place.path("b").exists() && !place.path("b.tmp").exists());
+    for (more, words) in [
+        (["--steps", "9"], "steps 0 to 8 are asked for, and the run has steps 0 to 7"),
+        (["--steps", "0"], "--steps is 0, expected 1 or more"),
+        (["--first-step", "8"], "--first-step is 8, expected 0 to 7"),
+    ] {
+        let line = [&["jepa-targets", "runs/first", "--out", "b"][..], &more].concat();
+        place.run(&line).expect(2, &[words]);
+    }
     let shape = ["jepa-targets", "runs/first", "--out", "b", "--set", "model.width=64"];
     place.run(&shape).expect(2, &["`model.width` cannot be changed for targets"]);
 

@@ -195,24 +195,10 @@ fn a_truncated_checkpoint_is_passed_over_and_named() {
     place.run(&["train", "--resume", "runs/a"]).expect(1, &["no good checkpoint", "step_000012", "start a new run"]);
 }
 
-/// The program under a limit on the size of a file, as a full disk would be.
-fn run_limited(place: &Place, arguments: &[&str], bytes: u64) -> Done {
-    let mut command = place.command(arguments);
-    let limit = libc::rlimit { rlim_cur: bytes, rlim_max: bytes };
-    // SAFETY: setrlimit may be called between fork and exec; it allocates nothing and takes no lock.
-    unsafe {
-        command.pre_exec(move || match libc::setrlimit(libc::RLIMIT_FSIZE, &limit) {
-            0 => Ok(()),
-            _ => Err(std::io::Error::last_os_error()),
-        });
-    }
-    Done::of(command.output().unwrap())
-}
-
 #[test]
 fn a_disk_that_is_full_warns_and_at_the_end_fails() {
     let place = Place::new();
-    let done = run_limited(&place, &train("a", "12", &[]), 100_000);
+    let done = place.run_limited(&train("a", "12", &[]), 100_000);
     done.expect(1, &["step 5:", "cannot write", "training goes on, the next try is at step 10", "last checkpoint"]);
     assert!(!done.err.contains("panicked"), "{}", done.err);
     let metrics = std::fs::read_to_string(place.path("runs/a/metrics.jsonl")).unwrap();

@@ -70,7 +70,6 @@ pub fn run(arguments: &JepaTargetsArgs, build: Build) -> anyhow::Result<()> {
     for done in 0..steps {
         if stop.requested() {
             reporter.finish();
-            writer.abandon();
             reporter.result("stopped; no file was written");
             return Ok(());
         }
@@ -115,14 +114,21 @@ fn readers_config(stored: &Config, set: &[String]) -> anyhow::Result<Config> {
 /// The first step and how many.
 fn range(arguments: &JepaTargetsArgs, config: &Config) -> anyhow::Result<(u64, u64)> {
     let (first, total) = (arguments.first_step, config.train.total_steps);
-    let steps = arguments.steps.unwrap_or(total.saturating_sub(first));
-    if steps == 0 || first.saturating_add(steps) > total {
-        bail!(ConfigError::Usage(format!(
-            "jepa-targets: steps {first} to {} are asked for, and the run has steps 0 to {}; lower --first-step or \
-             --steps, or give --set train.total_steps=N",
-            first.saturating_add(steps).saturating_sub(1),
-            total - 1
-        )));
+    let last = total - 1;
+    let more = "or give --set train.total_steps=N";
+    if first > last {
+        let problem = format!("jepa-targets: --first-step is {first}, expected 0 to {last}, which are the run's steps");
+        bail!(ConfigError::Usage(format!("{problem}; lower it, {more}")));
+    }
+    let steps = arguments.steps.unwrap_or(total - first);
+    if steps == 0 {
+        let problem = "jepa-targets: --steps is 0, expected 1 or more; leave it out for all steps from --first-step on";
+        bail!(ConfigError::Usage(problem.into()));
+    }
+    let end = first.saturating_add(steps);
+    if end > total {
+        let asked = format!("steps {first} to {} are asked for, and the run has steps 0 to {last}", end - 1);
+        bail!(ConfigError::Usage(format!("jepa-targets: {asked}; lower --first-step or --steps, {more}")));
     }
     Ok((first, steps))
 }
