@@ -60,6 +60,28 @@ fn a_run_with_a_teacher_saves_it_goes_on_to_the_bit_and_is_used_without_it() {
     place.run(&["train", "--resume", "runs/whole", "--set", "jepa.momentum=0.9"]).expect(2, &["jepa.momentum"]);
 }
 
+#[test]
+fn the_objective_can_be_left_behind_and_not_be_taken_up_in_the_middle_of_a_run() {
+    let place = Place::new();
+    place.run(&train("a", &[&SHARED[..], &["--stop-at-step", "4"]].concat())).expect(0, &[]);
+    let off = ["train", "--resume", "runs/a", "--set", "jepa.mode=off"];
+    place.run(&off).expect(2, &["jepa.mode", "--allow-change jepa.mode"]);
+    let done = place.run(&[&off[..], &["--allow-change", "jepa.mode"]].concat());
+    done.expect(0, &[]);
+    assert!(done.out.contains("the objective is left behind"), "{}", done.out);
+    let after = state(&place, "a");
+    let of_objective = |name: &&String| name.contains("jepa.");
+    assert_eq!(after.weights.keys().chain(after.optimizer.keys()).find(of_objective), None);
+    assert!(after.teacher.is_empty() && after.updates == 8);
+    let lines = steps(&place, "a");
+    assert_eq!(lines.iter().map(|line| line["jepa"].is_f64()).collect::<Vec<_>>(), [[true; 4], [false; 4]].concat());
+    // It is a run without the objective from then on, and such a run cannot take one up, whatever is allowed.
+    place.run(&["train", "--resume", "runs/a"]).expect(0, &[]);
+    let on = ["train", "--resume", "runs/a", "--set", "jepa.mode=shared", "--allow-change", "jepa.mode"];
+    let refused = place.run(&on);
+    refused.expect(2, &["`jepa.mode` needs tensor `jepa.mask`, which the checkpoint does not have", "start a new run"]);
+}
+
 fn names(folder: &std::path::Path) -> Vec<String> {
     std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
 }
@@ -132,6 +154,11 @@ fn targets_are_written_read_and_refused_where_they_do_not_fit() {
     place.run(&["train", "--resume", "runs/half"]).expect(4, &["cannot open"]);
     std::fs::rename(place.path("b.targets"), place.path("a.targets")).unwrap();
     place.run(&["train", "--resume", "runs/half"]).expect(2, &["--allow-change jepa.targets"]);
+    // The file it began with may lie elsewhere; another one elsewhere is another one.
+    let moved = |path: &str| place.run(&["train", "--resume", "runs/half", "--set", &format!("jepa.targets={path}")]);
+    moved("a.targets").expect(2, &["--allow-change jepa.targets"]);
+    moved("kept").expect(0, &[]);
+    assert_eq!(state(&place, "half"), state(&place, "reading"));
     std::fs::rename(place.path("kept"), place.path("a.targets")).unwrap();
     place.run(&["train", "--resume", "runs/half"]).expect(0, &[]);
     assert_eq!(state(&place, "half"), state(&place, "reading"));

@@ -110,9 +110,21 @@ fn a_run_with_a_memory_on_the_host_goes_on_to_the_bit() {
     let stopped = [&more("model.engram=host")[..], &["--stop-at-step", "5"]].concat();
     place.run(&train("half", "8", &stopped)).expect(0, &[]);
     let other = ["train", "--resume", "runs/half", "--set", "model.engram_rows=64"];
-    place.run(&other).expect(2, &["--allow-change model.engram_rows"]);
+    let words = "`model.engram_rows` makes tensor `engram.table` [192, 32], which is [1536, 32] in the checkpoint";
+    place.run(&other).expect(2, &[words, "start a new run"]);
     place.run(&["train", "--resume", "runs/half"]).expect(0, &[]);
     assert_eq!(state(&place, "half"), state(&place, "whole"));
+    // The table may move from one place to the other and back: no flag, and no other bit.
+    for (name, from, to, end) in [
+        ("out", "model.engram=host", "model.engram=device", "device"),
+        ("home", "model.engram=device", "model.engram=host", "whole"),
+    ] {
+        place.run(&train(name, "8", &[&more(from)[..], &["--stop-at-step", "5"]].concat())).expect(0, &[]);
+        let moved = place.run(&["train", "--resume", &format!("runs/{name}"), "--set", to]);
+        moved.expect(0, &[]);
+        assert!(moved.out.contains("same numbers"), "{}", moved.out);
+        assert_eq!(state(&place, name), state(&place, end));
+    }
     let [device, whole] = ["device", "whole"].map(|name| state(&place, name));
     assert_eq!(device.weights["kda.q"], whole.weights["kda.q"]);
     let table = whole.table.expect("a table on the host");

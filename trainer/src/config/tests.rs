@@ -5,7 +5,8 @@ use std::io::Write;
 use toml::Value;
 
 use super::{
-    Config, ConfigError, Engram, JepaConfig, JepaMode, PRESETS, Rule, Sources, changes, check_changes, preset, resolve,
+    Backend, Config, ConfigError, Engram, JepaConfig, JepaMode, PRESETS, Rule, Sources, changes, check_changes, preset,
+    resolve,
 };
 
 fn with_file(text: &str, sources: Sources) -> Result<Config, ConfigError> {
@@ -224,7 +225,7 @@ fn a_stored_configuration_without_the_options_has_the_model_it_had() {
 fn options_of_the_model_are_set_by_their_keys_and_refused_at_resume() {
     let then = preset("tiny").unwrap();
     for (argument, key) in [
-        ("model.engram=device", "model.engram"),
+        // Nobody has rows while there is no memory.
         ("model.engram_rows=64", "model.engram_rows"),
         ("model.format=ternary", "model.format"),
         ("model.gate=softplus", "model.gate"),
@@ -253,10 +254,77 @@ fn presets_and_configurations_from_before_have_no_jepa_and_switching_it_on_is_ot
     assert_eq!((on.jepa.weight, on.jepa.momentum), (0.05, 0.999));
     let keys: Vec<String> = changes(&config, &on).into_iter().filter(|c| c.mathematics).map(|c| c.key).collect();
     assert_eq!(keys, ["jepa.mode", "jepa.targets"]);
-    assert!(check_changes(&config, &on, &[]).unwrap_err().to_string().contains("--allow-change jepa.mode"));
+    let back: Vec<String> = changes(&on, &config).into_iter().filter(|c| c.mathematics).map(|c| c.key).collect();
+    assert_eq!(back, ["jepa.mode"]);
+    // What only the objective has is left behind; what it needs cannot be made of a checkpoint without it.
+    assert!(check_changes(&on, &config, &[]).unwrap_err().to_string().contains("--allow-change jepa.mode"));
+    check_changes(&on, &config, &["jepa.mode".to_owned()]).unwrap();
     let set = ["jepa.mode=shared", "jepa.targets=file"].map(str::to_owned).to_vec();
     let set = resolve(&Sources { set, ..Sources::default() }).unwrap();
     assert_eq!(set.jepa.targets(), Some("file".as_ref()));
+}
+
+/// Nothing that is advised may fail afterwards, whatever is allowed.
+#[test]
+fn what_a_checkpoint_has_no_tensors_for_is_refused_without_a_flag_that_cannot_help() {
+    let with = |set: &[&str]| {
+        let set = set.iter().map(|argument| (*argument).to_owned()).collect();
+        resolve(&Sources { preset: Some("tiny".into()), set, ..Sources::default() }).unwrap()
+    };
+    for (then, now, why) in [
+        (
+            &[][..],
+            "model.engram=device",
+            "`model.engram` needs tensor `engram.key`, which the checkpoint does not have",
+        ),
+        (&[], "jepa.mode=shared", "`jepa.mode` needs tensor `jepa.mask`, which the checkpoint does not have"),
+        (&["model.engram=host"], "model.engram=off", "`model.engram` has no place for tensor `engram.key` of the"),
+        (
+            &["model.engram=host", "model.engram_rows=512"],
+            "model.engram_rows=64",
+            "`model.engram_rows` makes tensor `engram.table` [192, 32], which is [1536, 32] in the checkpoint",
+        ),
+        (&[], "model.width=64", "`model.width` makes tensor `embedding` [256, 64], which is [256, 128] in the"),
+        (&[], "model.iterations=3", "`model.iterations` makes tensor `iteration` [3, 128], which is [2, 128] in the"),
+    ] {
+        let key = now.split('=').next().unwrap();
+        let all = [then, &[now, "optimizer.lr=2e-3"]].concat();
+        let error = check_changes(&with(then), &with(&all), &[key.to_owned(), "optimizer.lr".to_owned()]);
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains(why) && error.contains("start a new run"), "{error}");
+        assert!(error.contains(key) && !error.contains("--allow-change model"), "{error}");
+    }
+    // What changes no tensor still goes by its flag.
+    let gate = check_changes(&with(&[]), &with(&["model.gate=softplus"]), &["model.gate".to_owned()]);
+    assert!(gate.unwrap().is_some());
+}
+
+/// Where a table lies and where a file of targets lies changes no bit.
+#[test]
+fn what_only_lies_elsewhere_needs_no_flag() {
+    let with = |set: &[&str]| {
+        let set = set.iter().map(|argument| (*argument).to_owned()).collect();
+        resolve(&Sources { preset: Some("tiny".into()), set, ..Sources::default() }).unwrap()
+    };
+    let cpu = "run.backend=cpu";
+    let (device, host) = (with(&[cpu, "model.engram=device"]), with(&[cpu, "model.engram=host"]));
+    for (then, now) in [(&device, &host), (&host, &device)] {
+        let table = check_changes(then, now, &[]).unwrap().unwrap();
+        assert!(table.contains("model.engram") && table.contains("same numbers"), "{table}");
+    }
+    // On a GPU nobody has shown that the bits are the same.
+    let on_gpu = |config: &Config| {
+        let mut config = config.clone();
+        config.run.backend = Backend::Cuda;
+        config
+    };
+    let error = check_changes(&on_gpu(&device), &on_gpu(&host), &[]).unwrap_err().to_string();
+    assert!(error.contains("--allow-change model.engram"), "{error}");
+    let targets = |path: &str| with(&["jepa.mode=shared", &format!("jepa.targets={path}")]);
+    let table = check_changes(&targets("a"), &targets("b"), &[]).unwrap().unwrap();
+    assert!(table.contains("jepa.targets") && table.contains("same numbers"), "{table}");
+    let error = check_changes(&targets("a"), &with(&["jepa.mode=shared"]), &[]).unwrap_err().to_string();
+    assert!(error.contains("--allow-change jepa.targets"), "{error}");
 }
 
 #[test]

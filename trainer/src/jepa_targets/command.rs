@@ -8,7 +8,7 @@ use anyhow::{Context, bail};
 use super::{Header, Writer};
 use crate::checkpoint::{State, Tensor, TensorData};
 use crate::cli::JepaTargetsArgs;
-use crate::commands::{elsewhere, find, without_objective};
+use crate::commands::{elsewhere, find};
 use crate::config::{Config, ConfigError, JepaConfig, JepaMode, Sources, changes, resolve};
 use crate::data::Data;
 use crate::progress::{Reporter, minutes};
@@ -140,7 +140,7 @@ fn teacher_of(mut state: State) -> (State, &'static str) {
     let word = if teacher.is_empty() { "the model" } else { "the model's moving average" };
     // What a teacher does not follow, it reads from the model.
     state.weights.extend(teacher);
-    (without_objective(state), word)
+    (state.without_objective(), word)
 }
 
 /// BLAKE3 of tensors: names, shapes and values, by name.
