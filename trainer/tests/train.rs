@@ -251,6 +251,16 @@ fn unusable_requests_leave_no_folder() {
     place.run(&train("a", "5", &["--lr", "0"])).expect(2, &["`optimizer.lr` is 0"]);
     place.run(&["train", "--resume", "runs/none"]).expect(2, &["not a run folder"]);
     place.run(&["train", "--max-minutes=-1"]).expect(2, &["--max-minutes"]);
+    // Memory that no machine has; asking for it would end the process with a signal.
+    for engram in ["model.engram=device", "model.engram=host"] {
+        let table = ["--set", engram, "--set", "model.engram_rows=1400000000", "--set", "model.engram_width=256"];
+        let words =
+            ["`model.engram_rows` is 1400000000, and the run needs ", "this machine has ", "model.engram_width"];
+        place.run(&train("a", "5", &table)).expect(2, &words);
+    }
+    let sizes = ["model.width=65536", "model.ffn_width=65536", "model.rank=65536", "model.experts=1024"];
+    let wide = sizes.map(|size| ["--set", size]).concat();
+    place.run(&train("a", "5", &wide)).expect(2, &["`model.width` is 65536, and the run needs ", "model.ffn_width"]);
     assert!(!place.path("runs").exists());
 }
 
