@@ -146,6 +146,19 @@ fn targets_are_written_read_and_refused_where_they_do_not_fit() {
         place.run(&train("refused", &[&SHARED[..], &["--set", &targets]].concat())).expect(4, &[words]);
     }
 
+    // A record that is damaged is met at its step; the steps before it are saved, and a whole file goes on with them.
+    let mut torn = bytes.clone();
+    *torn.last_mut().unwrap() ^= 1;
+    place.file("torn.targets", &torn);
+    let reads_torn = [&SHARED[..], &["--set", "jepa.targets=torn.targets"]].concat();
+    let ended = place.run(&train("torn", &reads_torn));
+    ended.expect(4, &["step 7 of `", "torn.targets` has CRC-32C", "copy it again"]);
+    assert!(ended.out.contains("stopped after step 7 of 8, saved"), "{}", ended.out);
+    assert_eq!(state(&place, "torn").updates, 7);
+    place.file("torn.targets", &bytes);
+    place.run(&["train", "--resume", "runs/torn"]).expect(0, &[]);
+    assert_eq!(state(&place, "torn"), state(&place, "reading"));
+
     // A run goes on with the file it began with; another one under its name is refused.
     place.run(&train("half", &[&reading[..], &["--stop-at-step", "4"]].concat())).expect(0, &[]);
     let of_weights = ["jepa-targets", "runs/half", "--out", "b.targets", "--quiet"];
@@ -160,8 +173,6 @@ fn targets_are_written_read_and_refused_where_they_do_not_fit() {
     moved("kept").expect(0, &[]);
     assert_eq!(state(&place, "half"), state(&place, "reading"));
     std::fs::rename(place.path("kept"), place.path("a.targets")).unwrap();
-    place.run(&["train", "--resume", "runs/half"]).expect(0, &[]);
-    assert_eq!(state(&place, "half"), state(&place, "reading"));
     // From a file to a teacher that follows, where the user says so.
     place.run(&train("over", &[&reading[..], &["--stop-at-step", "4"]].concat())).expect(0, &[]);
     let over = ["train", "--resume", "runs/over", "--set", "jepa.targets="];
