@@ -1,7 +1,8 @@
 //! The run folder: everything one run leaves behind.
 //!
 //! `config.toml` (resolved), `run.json` (provenance, one entry a start), `data.json` (which bytes), `metrics.jsonl` (one line a
-//! step, evaluation and drift check), `samples.jsonl`, `anchors.json`, `checkpoints/`.
+//! step, evaluation and drift check), `samples.jsonl`, `anchors.json`, `checkpoints/`; of a run that stopped being finite
+//! `nonfinite_STEP/`; of one that a comparison made `log.txt` and `result.json`. README has the same table.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{Seek, SeekFrom, Write};

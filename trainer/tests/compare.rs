@@ -97,6 +97,11 @@ fn a_comparison_is_made_once_and_said_again() {
     assert_eq!(rows.len(), 3);
     assert!(["WIN", "TIE", "LOSS"].contains(&rows[2][1].as_str()), "{rows:?}");
     assert_eq!((folders(&place).len(), starts(&place)), (6, vec![1; 6]));
+    // README's table of the run folder has a row for everything in it.
+    for entry in std::fs::read_dir(&folders(&place)[0]).unwrap() {
+        let name = entry.unwrap().file_name().into_string().unwrap();
+        assert!(include_str!("../../README.md").contains(&format!("| `{name}")), "{name}");
+    }
     // Each run is a usual run folder with the lines of `train`.
     let log = std::fs::read_to_string(folders(&place)[0].join("log.txt")).unwrap();
     assert!(log.contains("step 6/6 | loss") && log.contains("final held-out bpb model="), "{log}");

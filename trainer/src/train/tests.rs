@@ -407,6 +407,11 @@ fn a_run_that_is_not_finite_stops_with_a_bundle_and_untouched_weights() {
     .unwrap();
     let data = Data::open(&config).unwrap();
     assert_eq!(std::fs::read(bundle.join("batch.bin")).unwrap(), data.batch(13, 4).unwrap().bytes);
+    // README's table of the run folder has a row for everything in it.
+    for entry in std::fs::read_dir(place.run("a")).unwrap() {
+        let name = entry.unwrap().file_name().into_string().unwrap().replace("000014", "");
+        assert!(include_str!("../../../README.md").contains(&format!("| `{name}")), "{name}");
+    }
     // Every skipped step is in the log, marked, with the value that JSON cannot hold.
     let skipped: Vec<Value> =
         lines(&place.run("a"), "metrics.jsonl").into_iter().filter(|line| line["applied"] == false).collect();
