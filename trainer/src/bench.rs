@@ -75,11 +75,12 @@ pub fn command(arguments: &BenchArgs, build: Build) -> Result<()> {
         let problem = "bench: one process has no run-to-run spread; give --processes 2 or more with --append";
         bail!(ConfigError::Usage(problem.into()));
     }
-    if arguments.append.is_some() {
+    if let Some(path) = &arguments.append {
         // What would refuse the row is found before minutes are spent on it.
         let provenance = host::provenance(&[], 0);
         let told = history::check_commit(provenance["commit"].as_str().unwrap_or(NONE));
         told.map_err(|error| ConfigError::Usage(format!("bench: {error}; give all of them in DORMOUSE_COMMIT")))?;
+        history::check_file(path)?;
     }
     let mut all = Vec::new();
     for _ in 0..arguments.processes.max(1) {

@@ -123,18 +123,9 @@ fn load(
     let student = Config { jepa: JepaConfig::default(), ..config.clone() };
     let mut learner = build(&elsewhere(&student, on)?)?;
     learner
-        .import(&without_objective(found.loaded.state.clone()))
+        .import(&found.loaded.state.clone().without_objective())
         .with_context(|| format!("cannot load `{}`", found.path.display()))?;
     Ok((config, learner, found.loaded))
-}
-
-/// A state without what only the JEPA objective reads: its parameters, their moments and the teacher.
-pub(crate) fn without_objective(mut state: checkpoint::State) -> checkpoint::State {
-    let of_objective = |name: &str| name.trim_start_matches("m.").trim_start_matches("v.").starts_with("jepa.");
-    state.weights.retain(|name, _| !of_objective(name));
-    state.optimizer.retain(|name, _| !of_objective(name));
-    state.teacher.clear();
-    state
 }
 
 /// The configuration for a use that trains nothing: on the backend that was asked for, or the run's own, or the

@@ -28,7 +28,7 @@ impl Exit {
     /// The exit of an error: the first known type in its chain decides; any other is [`Exit::Failed`].
     pub fn of(error: &anyhow::Error) -> Exit {
         for cause in error.chain() {
-            if cause.is::<DataError>() || cause.is::<TargetsError>() {
+            if cause.is::<DataError>() || cause.downcast_ref().is_some_and(TargetsError::is_of_data) {
                 return Exit::Data;
             }
             if cause.is::<ConfigError>() {
@@ -105,6 +105,10 @@ mod tests {
         assert_eq!(Exit::of(&data), Exit::Data);
         let targets = anyhow::Error::from(TargetsError::Foreign { path: "x".into() }).context("while starting");
         assert_eq!(Exit::of(&targets), Exit::Data);
+        // What cannot be written is a fault of the disk, as it is for every other file.
+        let cause = std::io::Error::from(std::io::ErrorKind::StorageFull);
+        let full = TargetsError::Unwritten { operation: "write", path: "x".into(), cause };
+        assert_eq!(Exit::of(&anyhow::Error::from(full).context("c")), Exit::Failed);
         let usage =
             anyhow::Error::from(ConfigError::Invalid { key: "a.b".into(), problem: "is 0".into(), fix: "1".into() });
         assert_eq!(Exit::of(&usage), Exit::Usage);

@@ -9,6 +9,8 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
 
+use crate::run::try_write;
+
 /// The columns, in order.
 pub const COLUMNS: [&str; 33] = [
     "date",
@@ -154,11 +156,7 @@ pub fn check_commit(commit: &str) -> Result<()> {
 /// A rule is broken; the file cannot be read or written.
 pub fn append(path: &Path, row: &Row) -> Result<()> {
     let cannot = |what: &str| format!("history: cannot {what} `{}`", path.display());
-    let mut text = match std::fs::read_to_string(path) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => COLUMNS.join("\t") + "\n",
-        text => text.with_context(|| cannot("read"))?,
-    };
-    parse(&text).with_context(|| cannot("use"))?;
+    let mut text = stored(path)?;
     check(row)?;
     if !text.ends_with('\n') {
         text.push('\n');
@@ -166,6 +164,27 @@ pub fn append(path: &Path, row: &Row) -> Result<()> {
     text.push_str(&line(row));
     parse(&text).with_context(|| cannot("extend"))?;
     std::fs::write(path, text).with_context(|| cannot("write"))
+}
+
+/// Whether a row could be added to a history, before minutes are spent on it.
+///
+/// # Errors
+/// The file breaks a rule, or cannot be read or written.
+pub fn check_file(path: &Path) -> Result<()> {
+    stored(path)?;
+    let problem = || format!("history: cannot write `{}`; name a file in a folder that exists", path.display());
+    try_write(path).with_context(problem)
+}
+
+/// The text of a history; of one that is not there, its header.
+fn stored(path: &Path) -> Result<String> {
+    let cannot = |what: &str| format!("history: cannot {what} `{}`", path.display());
+    let text = match std::fs::read_to_string(path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => COLUMNS.join("\t") + "\n",
+        text => text.with_context(|| cannot("read"))?,
+    };
+    parse(&text).with_context(|| cannot("use"))?;
+    Ok(text)
 }
 
 /// A row as a line of the file.

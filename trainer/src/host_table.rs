@@ -8,6 +8,7 @@
 //! The file of a checkpoint carries the step it belongs to, because it is written beside the tensors and not among them: a
 //! table of another step would go unnoticed otherwise, since any table fits any weights.
 
+use std::collections::TryReserveError;
 use std::fs::File;
 use std::io::{BufReader, BufWriter, ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
@@ -16,6 +17,8 @@ use dormouse_reference::engram_hash::Compact;
 use dormouse_reference::row_adam::{self, RowAdam, Scalars, State, Touched};
 use dormouse_reference::{DType, Reference, Tensors};
 use ndarray::{Array1, Array2, ArrayD, ArrayView2, arr1};
+
+use crate::checkpoint::FileEntry;
 
 /// Version of the file's layout.
 pub const FORMAT: u32 = 1;
@@ -44,8 +47,10 @@ pub enum HostTableError {
     Step { path: PathBuf, got: u64, expected: u64 },
     #[error("host table: `{path}` is [{}, {}], expected [{}, {}]; resume with the configuration of the run", got[0], got[1], expected[0], expected[1])]
     Shape { path: PathBuf, got: [u64; 2], expected: [u64; 2] },
-    #[error("host table: `{path}` is damaged: {problem}")]
+    #[error("host table: `{path}` is damaged: {problem}; resume from another checkpoint")]
     Damaged { path: PathBuf, problem: String },
+    #[error("host table: `{path}` needs {bytes} bytes of memory, which this machine does not give; use one with more")]
+    Memory { path: PathBuf, bytes: u64 },
 }
 
 /// The table, its moments and the counts of its rows.
@@ -203,7 +208,7 @@ impl HostTable {
 
     /// Bytes of the file that [`HostTable::save`] writes.
     pub fn file_bytes(&self) -> u64 {
-        file_bytes(self.rows(), self.width)
+        file_bytes(self.rows(), self.width).expect("the table is in memory")
     }
 
     /// Reads the table of a checkpoint after `step` steps; nothing is returned before the last checksum holds.
@@ -211,18 +216,19 @@ impl HostTable {
     /// # Errors
     /// Any [`HostTableError`]: another kind of file, another format, step or shape, or damage.
     pub fn load(path: &Path, step: u64, rows: usize, width: usize) -> Result<HostTable, HostTableError> {
-        Self::read(path, step, Some([rows, width]))
+        Self::read(path, step, Some([rows, width])).map(|(table, _)| table)
     }
 
-    /// [`HostTable::load`] of a table of any shape.
+    /// [`HostTable::load`] of a table of any shape, with the size of the file it came from and its checksum, that of all
+    /// bytes before it.
     ///
     /// # Errors
     /// As [`HostTable::load`], but for the shape.
-    pub fn open(path: &Path, step: u64) -> Result<HostTable, HostTableError> {
+    pub fn open(path: &Path, step: u64) -> Result<(HostTable, FileEntry), HostTableError> {
         Self::read(path, step, None)
     }
 
-    fn read(path: &Path, step: u64, shape: Option<[usize; 2]>) -> Result<HostTable, HostTableError> {
+    fn read(path: &Path, step: u64, shape: Option<[usize; 2]>) -> Result<(HostTable, FileEntry), HostTableError> {
         let io = |cause| HostTableError::Io { operation: "read", path: path.to_owned(), cause };
         let damaged = |problem: String| HostTableError::Damaged { path: path.to_owned(), problem };
         let file = File::open(path).map_err(io)?;
@@ -256,7 +262,15 @@ impl HostTable {
         if width == 0 {
             return Err(damaged("its rows have no width".into()));
         }
-        let mut table = HostTable::new(width, vec![0.0; rows * width]);
+        // Before anything is allocated: its header alone is not believed.
+        if Some(got) != file_bytes(rows, width) {
+            let expected = file_bytes(rows, width).map_or("more than there can be".into(), |bytes| bytes.to_string());
+            return Err(damaged(format!("it has {got} bytes, expected {expected}")));
+        }
+        let memory = |_| HostTableError::Memory { path: path.to_owned(), bytes: got };
+        let values = || zeros(rows * width).map_err(memory);
+        let mut table =
+            HostTable { width, table: values()?, m: values()?, v: values()?, counts: zeros(rows).map_err(memory)? };
         let mut raw = vec![0; 4 * CHUNK];
         for values in [&mut table.table, &mut table.m, &mut table.v] {
             for chunk in values.chunks_mut(CHUNK) {
@@ -279,16 +293,22 @@ impl HostTable {
         if u32::from_le_bytes(written) != crc {
             return Err(damaged(format!("it has CRC-32C {crc:08x}, expected {:08x}", u32::from_le_bytes(written))));
         }
-        let expected = file_bytes(rows, width);
-        if got != expected {
-            return Err(damaged(format!("it has {got} bytes, expected {expected}")));
-        }
-        Ok(table)
+        Ok((table, FileEntry { bytes: got, crc32c: crc }))
     }
 }
 
-fn file_bytes(rows: usize, width: usize) -> u64 {
-    (HEADER_BYTES + 4 * (3 * rows * width + rows) + 4) as u64
+/// Zeros, or an error where the machine gives no memory for them; what `vec!` does then is the end of the process.
+fn zeros<T: Clone + Default>(len: usize) -> Result<Vec<T>, TryReserveError> {
+    let mut values = Vec::new();
+    values.try_reserve_exact(len)?;
+    values.resize(len, T::default());
+    Ok(values)
+}
+
+/// Bytes of the file of a table; none if that is no number, as after damage.
+fn file_bytes(rows: usize, width: usize) -> Option<u64> {
+    let numbers = rows.checked_mul(width)?.checked_mul(3)?.checked_add(rows)?;
+    Some((numbers.checked_mul(4)?.checked_add(HEADER_BYTES + 4)?) as u64)
 }
 
 /// A file and the checksum of all that went through.
@@ -409,7 +429,9 @@ mod tests {
         let table = moved();
         table.save(&path, 70).unwrap();
         assert_eq!(HostTable::load(&path, 70, 4, WIDTH).unwrap(), table);
-        assert_eq!(HostTable::open(&path, 70).unwrap(), table);
+        let bytes = std::fs::read(&path).unwrap();
+        let entry = FileEntry { bytes: table.file_bytes(), crc32c: crc32c::crc32c(&bytes[..bytes.len() - 4]) };
+        assert_eq!(HostTable::open(&path, 70).unwrap(), (table.clone(), entry));
         assert_eq!(std::fs::metadata(&path).unwrap().len(), table.file_bytes());
         let error = HostTable::load(&path, 71, 4, WIDTH).unwrap_err();
         assert!(matches!(error, HostTableError::Step { got: 70, expected: 71, .. }), "{error}");
@@ -421,6 +443,27 @@ mod tests {
         let error = HostTable::load(&path, 70, 5, WIDTH).unwrap_err();
         assert!(matches!(error, HostTableError::Shape { got: [4, 3], expected: [5, 3], .. }), "{error}");
         assert!(matches!(HostTable::load(&folder.path().join("none"), 70, 4, WIDTH), Err(HostTableError::Io { .. })));
+    }
+
+    /// A header that promises more than the file has, with a checksum that is right.
+    #[test]
+    fn no_memory_is_asked_for_on_the_word_of_a_header() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("table");
+        moved().save(&path, 70).unwrap();
+        let mut bytes = std::fs::read(&path).unwrap();
+        for (rows, words) in
+            [(1u64 << 50, "expected 45035996273705004"), (u64::MAX / 2, "expected more than there can be")]
+        {
+            bytes[12..20].copy_from_slice(&rows.to_le_bytes());
+            let crc = crc32c::crc32c(&bytes[..HEADER_BYTES - 4]);
+            bytes[HEADER_BYTES - 4..HEADER_BYTES].copy_from_slice(&crc.to_le_bytes());
+            std::fs::write(&path, &bytes).unwrap();
+            let error = HostTable::open(&path, 70).unwrap_err();
+            assert!(matches!(error, HostTableError::Damaged { .. }) && error.to_string().contains(words), "{error}");
+        }
+        // More than any address space has.
+        assert!(zeros::<f32>(1 << 60).is_err());
     }
 
     #[test]

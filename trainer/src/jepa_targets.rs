@@ -61,8 +61,15 @@ const RECORD_BYTES: usize = 20;
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum TargetsError {
-    #[error("jepa-targets: cannot {operation} `{path}`: {cause}")]
+    #[error(
+        "jepa-targets: cannot {operation} `{path}`: {cause}; put the file back, or name it with --set jepa.targets=FILE"
+    )]
     Io { operation: &'static str, path: PathBuf, cause: std::io::Error },
+    #[error(
+        "jepa-targets: cannot {operation} `{path}`: {cause}; give --out a name in a folder that exists, can be written and \
+         has room"
+    )]
+    Unwritten { operation: &'static str, path: PathBuf, cause: std::io::Error },
     #[error("jepa-targets: `{path}` is not a file of JEPA targets; make one with `dormouse jepa-targets`")]
     Foreign { path: PathBuf },
     #[error(
@@ -86,15 +93,23 @@ pub enum TargetsError {
     )]
     Mismatch { path: PathBuf, field: &'static str, got: String, expected: String },
     #[error(
-        "jepa-targets: step {step} is not in `{path}`, which holds steps {first} to {last}; make more, or train on less"
+        "jepa-targets: step {step} is not in `{path}`, which holds {held}; make targets of this step too, or train on less"
     )]
-    NoStep { path: PathBuf, step: u64, first: u64, last: u64 },
+    NoStep { path: PathBuf, step: u64, held: String },
     #[error("jepa-targets: the targets of step {step} in `{path}` belong to another mask; make targets for this run")]
     Mask { path: PathBuf, step: u64 },
     #[error("jepa-targets: `{argument}` has {got} elements, expected {expected}")]
     Length { argument: &'static str, got: usize, expected: usize },
     #[error("jepa-targets: `{path}` got {got} steps, expected {expected}")]
     StepCount { path: PathBuf, got: u64, expected: u64 },
+}
+
+impl TargetsError {
+    /// Whether a file that is read is to blame. What could not be written, or was called wrongly, is no fault of the data.
+    pub fn is_of_data(&self) -> bool {
+        use TargetsError::{Length, StepCount, Unwritten};
+        !matches!(self, Unwritten { .. } | Length { .. } | StepCount { .. })
+    }
 }
 
 type Result<T> = std::result::Result<T, TargetsError>;
@@ -180,7 +195,7 @@ impl Header {
     }
 }
 
-/// Writes a file of targets, step after step.
+/// Writes a file of targets, step after step. One that is dropped before it is finished is removed.
 pub struct Writer {
     path: PathBuf,
     unfinished: PathBuf,
@@ -194,12 +209,12 @@ impl Writer {
     /// Starts a file. It grows as `FILE.tmp` and gets its name when it is finished.
     ///
     /// # Errors
-    /// [`TargetsError::Io`] if the file cannot be created.
+    /// [`TargetsError::Unwritten`] if the file cannot be created.
     pub fn create(path: &Path, header: Header) -> Result<Writer> {
         let mut unfinished = path.as_os_str().to_owned();
         unfinished.push(".tmp");
         let unfinished = PathBuf::from(unfinished);
-        let file = File::create(&unfinished).map_err(|cause| io("create", &unfinished, cause))?;
+        let file = File::create(&unfinished).map_err(|cause| unwritten("create", &unfinished, cause))?;
         let mut writer = Writer {
             path: path.to_owned(),
             unfinished,
@@ -218,7 +233,7 @@ impl Writer {
     ///
     /// # Errors
     /// [`TargetsError::Length`] if an argument does not fit the header, [`TargetsError::StepCount`] if all steps are there,
-    /// [`TargetsError::Io`] if the file cannot be written.
+    /// [`TargetsError::Unwritten`] if the file cannot be written.
     pub fn add(&mut self, mask: &[bool], latents: &[f32]) -> Result<()> {
         let (positions, width) = (self.header.positions(), self.header.width as usize);
         check_length("mask", mask.len(), positions)?;
@@ -245,18 +260,20 @@ impl Writer {
     /// Completes the header, waits until the bytes are on the disk and gives the file its name.
     ///
     /// # Errors
-    /// [`TargetsError::StepCount`] if steps are missing, [`TargetsError::Io`] if the file cannot be written.
+    /// [`TargetsError::StepCount`] if steps are missing, [`TargetsError::Unwritten`] if the file cannot be written.
     pub fn finish(mut self) -> Result<()> {
         if self.written != self.header.steps {
             return Err(self.step_count(self.written));
         }
         let header = self.header.encode(self.bytes);
-        let unfinished = self.unfinished.clone();
-        self.file.seek(SeekFrom::Start(0)).map_err(|cause| io("write", &unfinished, cause))?;
-        self.write(&header)?;
-        let file = self.file.into_inner().map_err(|error| io("write", &unfinished, error.into_error()))?;
-        file.sync_all().map_err(|cause| io("write", &unfinished, cause))?;
-        std::fs::rename(&unfinished, &self.path).map_err(|cause| io("rename", &unfinished, cause))
+        let mut write = || {
+            self.file.seek(SeekFrom::Start(0))?;
+            self.file.write_all(&header)?;
+            self.file.flush()?;
+            self.file.get_ref().sync_all()
+        };
+        write().map_err(|cause| unwritten("write", &self.unfinished, cause))?;
+        std::fs::rename(&self.unfinished, &self.path).map_err(|cause| unwritten("rename", &self.unfinished, cause))
     }
 
     /// Bytes so far.
@@ -264,18 +281,19 @@ impl Writer {
         self.bytes
     }
 
-    /// Gives up and removes what was written.
-    pub fn abandon(self) {
-        // Whatever cannot be removed was never finished, and its header says so.
-        let _ = std::fs::remove_file(&self.unfinished);
-    }
-
     fn step_count(&self, got: u64) -> TargetsError {
         TargetsError::StepCount { path: self.path.clone(), got, expected: self.header.steps }
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<()> {
-        self.file.write_all(bytes).map_err(|cause| io("write", &self.unfinished, cause))
+        self.file.write_all(bytes).map_err(|cause| unwritten("write", &self.unfinished, cause))
+    }
+}
+
+impl Drop for Writer {
+    fn drop(&mut self) {
+        // A finished file has another name by now. Whatever cannot be removed was never finished, and its header says so.
+        let _ = std::fs::remove_file(&self.unfinished);
     }
 }
 
@@ -373,13 +391,19 @@ impl Reader {
         let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
         let (rows, len) = (number(config.train.batch_rows), number(config.data.seq_bytes));
         self.require(config.seed, rows, len, number(config.model.width))?;
-        let (first, steps) = (self.header.first_step, self.header.steps);
-        let last = config.train.total_steps - 1;
-        if last < first || last - first >= steps {
-            let held = (first + steps).saturating_sub(1);
-            return Err(TargetsError::NoStep { path: self.path.clone(), step: last, first, last: held });
+        self.require_step(config.train.total_steps - 1)
+    }
+
+    fn require_step(&self, step: u64) -> Result<()> {
+        let Header { first_step: first, steps, .. } = self.header;
+        if step >= first && step - first < steps {
+            return Ok(());
         }
-        Ok(())
+        let held = match steps {
+            0 => "no step".to_owned(),
+            _ => format!("steps {first} to {}", first.saturating_add(steps - 1)),
+        };
+        Err(TargetsError::NoStep { path: self.path.clone(), step, held })
     }
 
     /// Refuses a file that was made of other data than `data`, or that does not hold step `next`.
@@ -387,10 +411,9 @@ impl Reader {
     /// # Errors
     /// [`TargetsError::Mismatch`], [`TargetsError::NoStep`].
     pub fn require_data(&self, data: [u8; 32], next: u64) -> Result<()> {
-        let (first, steps) = (self.header.first_step, self.header.steps);
-        if next < first {
-            let held = (first + steps).saturating_sub(1);
-            return Err(TargetsError::NoStep { path: self.path.clone(), step: next, first, last: held });
+        // A run that is done asks for no step, and may be scored again.
+        if next < self.header.first_step {
+            self.require_step(next)?;
         }
         let word = |hash: [u8; 32]| format!("BLAKE3 {}", &blake3::Hash::from(hash).to_hex()[..16]);
         if self.header.data == data {
@@ -409,12 +432,7 @@ impl Reader {
         let (positions, width) = (self.header.positions(), self.header.width as usize);
         check_length("mask", mask.len(), positions)?;
         check_length("into", into.len(), positions * width)?;
-        let (first, steps) = (self.header.first_step, self.header.steps);
-        if step < first || step - first >= steps {
-            // A file of no steps ends before it begins.
-            let last = (first + steps).saturating_sub(1);
-            return Err(TargetsError::NoStep { path: self.path.clone(), step, first, last });
-        }
+        self.require_step(step)?;
         if step < self.next {
             self.rewind()?;
         }
@@ -487,6 +505,10 @@ impl Reader {
 
 fn io(operation: &'static str, path: &Path, cause: std::io::Error) -> TargetsError {
     TargetsError::Io { operation, path: path.to_owned(), cause }
+}
+
+fn unwritten(operation: &'static str, path: &Path, cause: std::io::Error) -> TargetsError {
+    TargetsError::Unwritten { operation, path: path.to_owned(), cause }
 }
 
 fn check_length(argument: &'static str, got: usize, expected: usize) -> Result<()> {

@@ -24,6 +24,7 @@ use crate::backend::Facts;
 use crate::checkpoint::{State, Tensor, TensorData};
 use crate::config::{Config, ModelConfig, Rule};
 use crate::data::Batch;
+use crate::host;
 use crate::instruments::{Ask, Asked, Engagement, Witness};
 use crate::model::{self, Ablation, Carry, Model, Table, VOCABULARY};
 use crate::rng::{Purpose, stream};
@@ -102,7 +103,8 @@ impl<B: Backend + Witness> ModelLearner<B> {
     /// A learner with the initial weights of the run's seed.
     ///
     /// # Errors
-    /// The configuration wants an operation that the backend has no kernels of; whatever the backend says.
+    /// The configuration wants an operation that the backend has no kernels of, or more memory than the machine has;
+    /// whatever the backend says.
     pub fn new(b: B, config: &Config) -> Result<Self> {
         let o = &config.optimizer;
         ensure!(
@@ -111,6 +113,7 @@ impl<B: Backend + Witness> ModelLearner<B> {
             b.name()
         );
         memory::check(&b, config)?;
+        model::check_memory(config, &resident(config), host::machine_memory_bytes())?;
         let precision = config.run.precision.precision();
         let model = Model::new(&b, &config.model, resident(config), |stem| b.arithmetic(stem, precision))?;
         let memory = MemoryPart::new(&b, config)?;

@@ -1,7 +1,8 @@
 //! The run folder: everything one run leaves behind.
 //!
 //! `config.toml` (resolved), `run.json` (provenance, one entry a start), `data.json` (which bytes), `metrics.jsonl` (one line a
-//! step, evaluation and drift check), `samples.jsonl`, `anchors.json`, `checkpoints/`.
+//! step, evaluation and drift check), `samples.jsonl`, `anchors.json`, `checkpoints/`; of a run that stopped being finite
+//! `nonfinite_STEP/`; of one that a comparison made `log.txt` and `result.json`. README has the same table.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{Seek, SeekFrom, Write};
@@ -188,6 +189,17 @@ impl RunFolder {
     }
 }
 
+/// Finds out whether a file can be written at the end of a long work, before it begins. Leaves no file that was not there.
+///
+/// # Errors
+/// What opening it for writing says.
+pub fn try_write(path: &Path) -> std::io::Result<()> {
+    // A link to nothing is the user's, too.
+    let existed = path.symlink_metadata().is_ok();
+    OpenOptions::new().create(true).append(true).open(path)?;
+    if existed { Ok(()) } else { std::fs::remove_file(path) }
+}
+
 fn cannot_write(path: &Path) -> String {
     format!(
         "run: cannot write `{}`; free some space, make the folder writable, or use another with --runs",
@@ -259,7 +271,7 @@ fn kept_len(bytes: &[u8], done: u64) -> u64 {
 mod tests {
     use serde_json::json;
 
-    use super::{JsonLines, RunFolder};
+    use super::{JsonLines, RunFolder, try_write};
     use crate::config::preset;
     use crate::data::{Corpus, Manifest};
     use crate::exit::Exit;
@@ -338,6 +350,18 @@ mod tests {
         std::fs::write(&path, read() + "{\"step\":5").unwrap();
         JsonLines::open(&path, 9).unwrap().push(&json!({"step": 6}));
         assert_eq!(read(), "{\"step\":1}\n{\"step\":2}\n{\"step\":3}\n{\"step\":4}\n{\"step\":6}\n");
+    }
+
+    #[test]
+    fn trying_to_write_leaves_everything_as_it_was() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        try_write(&path).unwrap();
+        assert!(!path.exists());
+        std::fs::write(&path, "words").unwrap();
+        try_write(&path).unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), b"words");
+        assert!(try_write(&folder.path().join("none/file")).is_err() && try_write(folder.path()).is_err());
     }
 
     #[test]

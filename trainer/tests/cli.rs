@@ -118,4 +118,11 @@ fn a_bench_whose_row_would_be_refused_does_not_start() {
     let done = process::Done::of(command.current_dir(place.path("")).output().unwrap());
     done.expect(2, &["`commit` is `865d421`, expected 40 hexadecimal digits", "DORMOUSE_COMMIT"]);
     assert!(done.out.is_empty(), "{}", done.out);
+    // Nor one whose row would have no place.
+    place.file("no-history.tsv", b"text\n");
+    for (path, words) in [("none/history.tsv", "cannot write `none/history.tsv`"), ("no-history.tsv", "cannot use")] {
+        let done = place.run(&["bench", "--preset", "tiny", "--append", path]);
+        done.expect(1, &[words]);
+        assert!(done.out.is_empty(), "{}", done.out);
+    }
 }

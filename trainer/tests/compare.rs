@@ -97,6 +97,11 @@ fn a_comparison_is_made_once_and_said_again() {
     assert_eq!(rows.len(), 3);
     assert!(["WIN", "TIE", "LOSS"].contains(&rows[2][1].as_str()), "{rows:?}");
     assert_eq!((folders(&place).len(), starts(&place)), (6, vec![1; 6]));
+    // README's table of the run folder has a row for everything in it.
+    for entry in std::fs::read_dir(&folders(&place)[0]).unwrap() {
+        let name = entry.unwrap().file_name().into_string().unwrap();
+        assert!(include_str!("../../README.md").contains(&format!("| `{name}")), "{name}");
+    }
     // Each run is a usual run folder with the lines of `train`.
     let log = std::fs::read_to_string(folders(&place)[0].join("log.txt")).unwrap();
     assert!(log.contains("step 6/6 | loss") && log.contains("final held-out bpb model="), "{log}");
@@ -211,10 +216,18 @@ fn runs_of_another_build_count_only_if_that_is_said() {
 }
 
 #[test]
-fn a_table_that_cannot_be_written_is_exit_1_and_was_printed() {
+fn a_table_that_cannot_be_written_is_exit_1_before_the_first_run() {
     let place = place();
-    let done = place.run(&compare("2", &["--set", "optimizer.lr=3e-3", "--tsv", "/nonexistent/out.tsv"]));
-    done.expect(1, &["cannot write `/nonexistent/out.tsv`", "--tsv"]);
+    let to = |path: &str| place.run(&compare("2", &["--set", "optimizer.lr=3e-3", "--tsv", path]));
+    place.file("file", b"");
+    for path in ["none/out.tsv", "file/out.tsv", "."] {
+        let done = to(path);
+        done.expect(1, &[&format!("cannot write `{path}`"), "give --tsv a file in a folder that exists"]);
+        assert!(done.out.is_empty() && !place.path("runs").exists(), "{}", done.out);
+    }
+    // A disk that is full when the runs are done: the table was printed.
+    let done = to("/dev/full");
+    done.expect(1, &["cannot write `/dev/full`", "runs that are done are not made again"]);
     assert!(done.out.contains("verdict"), "{}", done.out);
 }
 

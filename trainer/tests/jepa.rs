@@ -60,6 +60,28 @@ fn a_run_with_a_teacher_saves_it_goes_on_to_the_bit_and_is_used_without_it() {
     place.run(&["train", "--resume", "runs/whole", "--set", "jepa.momentum=0.9"]).expect(2, &["jepa.momentum"]);
 }
 
+#[test]
+fn the_objective_can_be_left_behind_and_not_be_taken_up_in_the_middle_of_a_run() {
+    let place = Place::new();
+    place.run(&train("a", &[&SHARED[..], &["--stop-at-step", "4"]].concat())).expect(0, &[]);
+    let off = ["train", "--resume", "runs/a", "--set", "jepa.mode=off"];
+    place.run(&off).expect(2, &["jepa.mode", "--allow-change jepa.mode"]);
+    let done = place.run(&[&off[..], &["--allow-change", "jepa.mode"]].concat());
+    done.expect(0, &[]);
+    assert!(done.out.contains("the objective is left behind"), "{}", done.out);
+    let after = state(&place, "a");
+    let of_objective = |name: &&String| name.contains("jepa.");
+    assert_eq!(after.weights.keys().chain(after.optimizer.keys()).find(of_objective), None);
+    assert!(after.teacher.is_empty() && after.updates == 8);
+    let lines = steps(&place, "a");
+    assert_eq!(lines.iter().map(|line| line["jepa"].is_f64()).collect::<Vec<_>>(), [[true; 4], [false; 4]].concat());
+    // It is a run without the objective from then on, and such a run cannot take one up, whatever is allowed.
+    place.run(&["train", "--resume", "runs/a"]).expect(0, &[]);
+    let on = ["train", "--resume", "runs/a", "--set", "jepa.mode=shared", "--allow-change", "jepa.mode"];
+    let refused = place.run(&on);
+    refused.expect(2, &["`jepa.mode` needs tensor `jepa.mask`, which the checkpoint does not have", "start a new run"]);
+}
+
 fn names(folder: &std::path::Path) -> Vec<String> {
     std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
 }
@@ -75,8 +97,19 @@ fn targets_are_written_read_and_refused_where_they_do_not_fit() {
     }
     assert!(!place.path("a.targets.tmp").exists());
     place.run(&["jepa-targets", "runs/first", "--out", "a.targets"]).expect(2, &["exists and is not overwritten"]);
-    place.run(&["jepa-targets", "runs/first", "--out", "no/b"]).expect(4, &["cannot create `no/b.tmp`"]);
-    place.run(&["jepa-targets", "runs/first", "--out", "b", "--steps", "9"]).expect(2, &["0 to 8 are asked for"]);
+    // What cannot be written is exit 1 as everywhere, and a full disk keeps nothing of it.
+    place.run(&["jepa-targets", "runs/first", "--out", "no/b"]).expect(1, &["cannot create `no/b.tmp`", "give --out"]);
+    let full = place.run_limited(&["jepa-targets", "runs/first", "--out", "b"], 20_000);
+    full.expect(1, &["cannot write `b.tmp`", "give --out"]);
+    assert!(!place.path("b").exists() && !place.path("b.tmp").exists());
+    for (more, words) in [
+        (["--steps", "9"], "steps 0 to 8 are asked for, and the run has steps 0 to 7"),
+        (["--steps", "0"], "--steps is 0, expected 1 or more"),
+        (["--first-step", "8"], "--first-step is 8, expected 0 to 7"),
+    ] {
+        let line = [&["jepa-targets", "runs/first", "--out", "b"][..], &more].concat();
+        place.run(&line).expect(2, &[words]);
+    }
     let shape = ["jepa-targets", "runs/first", "--out", "b", "--set", "model.width=64"];
     place.run(&shape).expect(2, &["`model.width` cannot be changed for targets"]);
 
@@ -113,6 +146,19 @@ fn targets_are_written_read_and_refused_where_they_do_not_fit() {
         place.run(&train("refused", &[&SHARED[..], &["--set", &targets]].concat())).expect(4, &[words]);
     }
 
+    // A record that is damaged is met at its step; the steps before it are saved, and a whole file goes on with them.
+    let mut torn = bytes.clone();
+    *torn.last_mut().unwrap() ^= 1;
+    place.file("torn.targets", &torn);
+    let reads_torn = [&SHARED[..], &["--set", "jepa.targets=torn.targets"]].concat();
+    let ended = place.run(&train("torn", &reads_torn));
+    ended.expect(4, &["step 7 of `", "torn.targets` has CRC-32C", "copy it again"]);
+    assert!(ended.out.contains("stopped after step 7 of 8, saved"), "{}", ended.out);
+    assert_eq!(state(&place, "torn").updates, 7);
+    place.file("torn.targets", &bytes);
+    place.run(&["train", "--resume", "runs/torn"]).expect(0, &[]);
+    assert_eq!(state(&place, "torn"), state(&place, "reading"));
+
     // A run goes on with the file it began with; another one under its name is refused.
     place.run(&train("half", &[&reading[..], &["--stop-at-step", "4"]].concat())).expect(0, &[]);
     let of_weights = ["jepa-targets", "runs/half", "--out", "b.targets", "--quiet"];
@@ -121,9 +167,12 @@ fn targets_are_written_read_and_refused_where_they_do_not_fit() {
     place.run(&["train", "--resume", "runs/half"]).expect(4, &["cannot open"]);
     std::fs::rename(place.path("b.targets"), place.path("a.targets")).unwrap();
     place.run(&["train", "--resume", "runs/half"]).expect(2, &["--allow-change jepa.targets"]);
-    std::fs::rename(place.path("kept"), place.path("a.targets")).unwrap();
-    place.run(&["train", "--resume", "runs/half"]).expect(0, &[]);
+    // The file it began with may lie elsewhere; another one elsewhere is another one.
+    let moved = |path: &str| place.run(&["train", "--resume", "runs/half", "--set", &format!("jepa.targets={path}")]);
+    moved("a.targets").expect(2, &["--allow-change jepa.targets"]);
+    moved("kept").expect(0, &[]);
     assert_eq!(state(&place, "half"), state(&place, "reading"));
+    std::fs::rename(place.path("kept"), place.path("a.targets")).unwrap();
     // From a file to a teacher that follows, where the user says so.
     place.run(&train("over", &[&reading[..], &["--stop-at-step", "4"]].concat())).expect(0, &[]);
     let over = ["train", "--resume", "runs/over", "--set", "jepa.targets="];

@@ -110,9 +110,21 @@ fn a_run_with_a_memory_on_the_host_goes_on_to_the_bit() {
     let stopped = [&more("model.engram=host")[..], &["--stop-at-step", "5"]].concat();
     place.run(&train("half", "8", &stopped)).expect(0, &[]);
     let other = ["train", "--resume", "runs/half", "--set", "model.engram_rows=64"];
-    place.run(&other).expect(2, &["--allow-change model.engram_rows"]);
+    let words = "`model.engram_rows` makes tensor `engram.table` [192, 32], which is [1536, 32] in the checkpoint";
+    place.run(&other).expect(2, &[words, "start a new run"]);
     place.run(&["train", "--resume", "runs/half"]).expect(0, &[]);
     assert_eq!(state(&place, "half"), state(&place, "whole"));
+    // The table may move from one place to the other and back: no flag, and no other bit.
+    for (name, from, to, end) in [
+        ("out", "model.engram=host", "model.engram=device", "device"),
+        ("home", "model.engram=device", "model.engram=host", "whole"),
+    ] {
+        place.run(&train(name, "8", &[&more(from)[..], &["--stop-at-step", "5"]].concat())).expect(0, &[]);
+        let moved = place.run(&["train", "--resume", &format!("runs/{name}"), "--set", to]);
+        moved.expect(0, &[]);
+        assert!(moved.out.contains("same numbers"), "{}", moved.out);
+        assert_eq!(state(&place, name), state(&place, end));
+    }
     let [device, whole] = ["device", "whole"].map(|name| state(&place, name));
     assert_eq!(device.weights["kda.q"], whole.weights["kda.q"]);
     let table = whole.table.expect("a table on the host");
@@ -195,24 +207,10 @@ fn a_truncated_checkpoint_is_passed_over_and_named() {
     place.run(&["train", "--resume", "runs/a"]).expect(1, &["no good checkpoint", "step_000012", "start a new run"]);
 }
 
-/// The program under a limit on the size of a file, as a full disk would be.
-fn run_limited(place: &Place, arguments: &[&str], bytes: u64) -> Done {
-    let mut command = place.command(arguments);
-    let limit = libc::rlimit { rlim_cur: bytes, rlim_max: bytes };
-    // SAFETY: setrlimit may be called between fork and exec; it allocates nothing and takes no lock.
-    unsafe {
-        command.pre_exec(move || match libc::setrlimit(libc::RLIMIT_FSIZE, &limit) {
-            0 => Ok(()),
-            _ => Err(std::io::Error::last_os_error()),
-        });
-    }
-    Done::of(command.output().unwrap())
-}
-
 #[test]
 fn a_disk_that_is_full_warns_and_at_the_end_fails() {
     let place = Place::new();
-    let done = run_limited(&place, &train("a", "12", &[]), 100_000);
+    let done = place.run_limited(&train("a", "12", &[]), 100_000);
     done.expect(1, &["step 5:", "cannot write", "training goes on, the next try is at step 10", "last checkpoint"]);
     assert!(!done.err.contains("panicked"), "{}", done.err);
     let metrics = std::fs::read_to_string(place.path("runs/a/metrics.jsonl")).unwrap();
@@ -255,6 +253,16 @@ fn unusable_requests_leave_no_folder() {
     place.run(&train("a", "5", &["--lr", "0"])).expect(2, &["`optimizer.lr` is 0"]);
     place.run(&["train", "--resume", "runs/none"]).expect(2, &["not a run folder"]);
     place.run(&["train", "--max-minutes=-1"]).expect(2, &["--max-minutes"]);
+    // Memory that no machine has; asking for it would end the process with a signal.
+    for engram in ["model.engram=device", "model.engram=host"] {
+        let table = ["--set", engram, "--set", "model.engram_rows=1400000000", "--set", "model.engram_width=256"];
+        let words =
+            ["`model.engram_rows` is 1400000000, and the run needs ", "this machine has ", "model.engram_width"];
+        place.run(&train("a", "5", &table)).expect(2, &words);
+    }
+    let sizes = ["model.width=65536", "model.ffn_width=65536", "model.rank=65536", "model.experts=1024"];
+    let wide = sizes.map(|size| ["--set", size]).concat();
+    place.run(&train("a", "5", &wide)).expect(2, &["`model.width` is 65536, and the run needs ", "model.ffn_width"]);
     assert!(!place.path("runs").exists());
 }
 

@@ -88,7 +88,7 @@ pub struct Manifest {
 pub struct FileEntry {
     /// Size.
     pub bytes: u64,
-    /// CRC-32C of the contents.
+    /// CRC-32C of the contents; of a table, which ends in its own, that one.
     pub crc32c: u32,
 }
 
@@ -168,7 +168,7 @@ pub fn write_folder(folder: &Path, state: &State, facts: &Facts) -> Result<(), C
     if let Some(table) = &state.table {
         let path = folder.join(TABLE);
         table.save(&path, facts.next_step).map_err(table_error)?;
-        entries.insert(TABLE.to_owned(), disk::entry(&path)?);
+        entries.insert(TABLE.to_owned(), disk::sealed_entry(&path)?);
     }
     let manifest = Manifest {
         format: FORMAT,
@@ -207,7 +207,18 @@ pub fn read_manifest(folder: &Path) -> Result<Manifest, CheckpointError> {
     serde_json::from_value(value).map_err(|error| damaged(format!("{MANIFEST}: {error}")))
 }
 
-/// Checks sizes and checksums of every file against the manifest and returns it with the files' bytes.
+/// What is wrong with a file that should be as the manifest says, if anything.
+fn difference(name: &str, got: &FileEntry, expected: &FileEntry) -> Result<(), String> {
+    if got.bytes != expected.bytes {
+        return Err(format!("{name} has {} bytes, expected {}", got.bytes, expected.bytes));
+    }
+    if got.crc32c != expected.crc32c {
+        return Err(format!("{name} has CRC-32C {:08x}, expected {:08x}", got.crc32c, expected.crc32c));
+    }
+    Ok(())
+}
+
+/// Checks sizes and checksums of every file but the table's against the manifest and returns it with the files' bytes.
 fn read_checked(folder: &Path) -> Result<(Manifest, BTreeMap<String, Vec<u8>>), CheckpointError> {
     let damaged = |problem: String| CheckpointError::Damaged { path: folder.to_owned(), problem };
     let manifest = read_manifest(folder)?;
@@ -217,20 +228,9 @@ fn read_checked(folder: &Path) -> Result<(Manifest, BTreeMap<String, Vec<u8>>), 
         let entry = manifest.files.get(name).ok_or_else(|| damaged(format!("{MANIFEST} does not list {name}")))?;
         let path = folder.join(name);
         let bytes = disk::read(&path).map_err(|error| damaged(error.to_string()))?;
-        if bytes.len() as u64 != entry.bytes {
-            return Err(damaged(format!("{name} has {} bytes, expected {}", bytes.len(), entry.bytes)));
-        }
-        let crc = crc32c::crc32c(&bytes);
-        if crc != entry.crc32c {
-            return Err(damaged(format!("{name} has CRC-32C {crc:08x}, expected {:08x}", entry.crc32c)));
-        }
+        let got = FileEntry { bytes: bytes.len() as u64, crc32c: crc32c::crc32c(&bytes) };
+        difference(name, &got, entry).map_err(damaged)?;
         contents.insert(name.to_owned(), bytes);
-    }
-    if let Some(entry) = manifest.files.get(TABLE) {
-        let got = disk::entry(&folder.join(TABLE)).map_err(|error| damaged(error.to_string()))?;
-        if got != *entry {
-            return Err(damaged(format!("{TABLE} is {got:?}, expected {entry:?}")));
-        }
     }
     Ok((manifest, contents))
 }
@@ -245,7 +245,14 @@ fn table_error(error: HostTableError) -> CheckpointError {
 
 /// Checks a checkpoint without keeping its tensors.
 pub fn verify(folder: &Path) -> Result<Manifest, CheckpointError> {
-    read_checked(folder).map(|(manifest, _)| manifest)
+    let damaged = |problem: String| CheckpointError::Damaged { path: folder.to_owned(), problem };
+    let (manifest, _) = read_checked(folder)?;
+    if let Some(entry) = manifest.files.get(TABLE) {
+        let read = if entry.crc32c == disk::RESIDUE { disk::entry } else { disk::sealed_entry };
+        let got = read(&folder.join(TABLE)).map_err(|error| damaged(error.to_string()))?;
+        difference(TABLE, &got, entry).map_err(damaged)?;
+    }
+    Ok(manifest)
 }
 
 /// A checkpoint, read and verified.
@@ -259,7 +266,8 @@ pub struct Loaded {
     pub config_toml: String,
 }
 
-/// Loads a checkpoint; nothing is interpreted before every checksum holds.
+/// Loads a checkpoint; nothing is interpreted before every checksum holds. The table may be larger than all the rest, so
+/// it is read once, and nothing of it is kept before its checksums hold.
 pub fn load(folder: &Path) -> Result<Loaded, CheckpointError> {
     let damaged = |problem: String| CheckpointError::Damaged { path: folder.to_owned(), problem };
     let (manifest, contents) = read_checked(folder)?;
@@ -268,12 +276,17 @@ pub fn load(folder: &Path) -> Result<Loaded, CheckpointError> {
         None => Ok(BTreeMap::new()),
     };
     let (weights, optimizer, teacher) = (tensors(WEIGHTS)?, tensors(OPTIMIZER)?, tensors(TEACHER)?);
-    let table = match manifest.files.contains_key(TABLE) {
-        true => {
-            let table = HostTable::open(&folder.join(TABLE), manifest.next_step).map_err(table_error)?;
+    let table = match manifest.files.get(TABLE) {
+        Some(entry) => {
+            let (table, mut got) = HostTable::open(&folder.join(TABLE), manifest.next_step).map_err(table_error)?;
+            if entry.crc32c == disk::RESIDUE {
+                // It is whole, or it would not have opened.
+                got.crc32c = disk::RESIDUE;
+            }
+            difference(TABLE, &got, entry).map_err(damaged)?;
             Some(Arc::new(table))
         }
-        false => None,
+        None => None,
     };
     let state = State { weights, optimizer, teacher, table, updates: manifest.updates };
     let config_toml = String::from_utf8(contents[CONFIG].clone()).map_err(|e| damaged(format!("{CONFIG}: {e}")))?;

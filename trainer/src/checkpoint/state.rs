@@ -45,6 +45,16 @@ pub enum TensorData {
 }
 
 impl State {
+    /// The state without what only the JEPA objective reads: its parameters, their moments and the teacher.
+    #[must_use]
+    pub fn without_objective(mut self) -> State {
+        let of_objective = |name: &str| name.trim_start_matches("m.").trim_start_matches("v.").starts_with("jepa.");
+        self.weights.retain(|name, _| !of_objective(name));
+        self.optimizer.retain(|name, _| !of_objective(name));
+        self.teacher.clear();
+        self
+    }
+
     /// The name of a tensor with a value that is not finite. One must not be saved: every later step would be skipped.
     pub fn first_nonfinite(&self) -> Option<&str> {
         let broken = |tensor: &Tensor| match &tensor.data {

@@ -1,10 +1,12 @@
 //! Tests of `checkpoint`.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use super::{
     CheckpointError, Facts, State, Tensor, best_good, folder_name, list, load, newest_good, retain, save, verify,
 };
+use crate::host_table::HostTable;
 
 fn state(step: u64) -> State {
     let mut state = State { updates: step, ..State::default() };
@@ -88,6 +90,58 @@ fn every_damaged_byte_and_every_cut_is_noticed() {
     }
     std::fs::write(&file, good.replace("\"format\": 1", "\"format\": 2")).unwrap();
     assert!(matches!(verify(&path), Err(CheckpointError::Format { got: 2, .. })));
+}
+
+/// Bytes that this thread has read from files.
+fn bytes_read() -> u64 {
+    let facts = std::fs::read_to_string("/proc/thread-self/io").unwrap();
+    facts.lines().find_map(|line| line.strip_prefix("rchar: ")).unwrap().parse().unwrap()
+}
+
+/// The checksum that a manifest has of the table.
+fn table_checksum(manifest: &str) -> u64 {
+    let manifest: serde_json::Value = serde_json::from_str(manifest).unwrap();
+    manifest["files"][super::TABLE]["crc32c"].as_u64().unwrap()
+}
+
+#[test]
+fn a_table_is_read_once_and_its_damage_is_named_in_words() {
+    let folder = tempfile::tempdir().unwrap();
+    let table = Some(Arc::new(HostTable::new(32, vec![0.5; 1 << 18])));
+    let path = save(folder.path(), &State { table: table.clone(), ..state(3) }, &facts(3, None)).unwrap();
+    let file = path.join(super::TABLE);
+    let size = std::fs::metadata(&file).unwrap().len();
+    let before = bytes_read();
+    assert_eq!(load(&path).unwrap().state.table, table);
+    // All the rest of this checkpoint has a few kilobytes.
+    let read = bytes_read() - before;
+    assert!((size..size + 20_000).contains(&read), "{read} bytes were read for a table of {size}");
+    // A table that is whole, of this step, and not the one that was saved.
+    HostTable::new(32, vec![0.25; 1 << 18]).save(&file, 3).unwrap();
+    for error in [verify(&path).unwrap_err(), load(&path).unwrap_err()] {
+        let text = error.to_string();
+        assert!(text.contains("engram.table has CRC-32C ") && text.contains(", expected "), "{text}");
+        assert!(!text.contains("FileEntry"), "{text}");
+    }
+    // Manifests from before had one number for every table, which says that it is whole and nothing else.
+    let manifest = path.join(super::MANIFEST);
+    let text = std::fs::read_to_string(&manifest).unwrap();
+    let entry = table_checksum(&text);
+    std::fs::write(&manifest, text.replace(&entry.to_string(), &super::disk::RESIDUE.to_string())).unwrap();
+    verify(&path).unwrap();
+    load(&path).unwrap();
+    let mut bytes = std::fs::read(&file).unwrap();
+    for at in [50, bytes.len() - 1] {
+        bytes[at] ^= 1;
+        std::fs::write(&file, &bytes).unwrap();
+        assert!(load(&path).is_err() && verify(&path).is_err(), "byte {at}");
+        bytes[at] ^= 1;
+    }
+    std::fs::write(&file, "short").unwrap();
+    assert!(verify(&path).unwrap_err().to_string().contains(&format!("has 5 bytes, expected {size}")));
+    assert!(matches!(load(&path), Err(CheckpointError::Table(_))));
+    std::fs::remove_file(&file).unwrap();
+    assert!(verify(&path).is_err() && load(&path).is_err());
 }
 
 #[test]

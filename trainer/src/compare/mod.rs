@@ -18,6 +18,7 @@ use crate::config::ConfigError;
 use crate::exit::NonFiniteControl;
 use crate::host;
 use crate::progress::say;
+use crate::run::try_write;
 use crate::signals::Stop;
 use crate::train::{Build, quoted};
 use plan::Plan;
@@ -34,6 +35,10 @@ pub fn command(arguments: &CompareArgs, build: Build, command: &[String]) -> Res
     let stop = Stop::on_signals().context("compare: cannot watch for signals")?;
     let plan = Plan::of(arguments)?;
     one_build(&plan, arguments)?;
+    if let Some(path) = &arguments.tsv {
+        // Found out now and not after hours of runs.
+        try_write(path).with_context(|| cannot_write(path))?;
+    }
     let head = report::head(&plan);
     say(head.trim_end());
     let mut sides: Vec<Side> = plan.contenders.iter().map(Side::new).collect();
@@ -122,7 +127,10 @@ fn one_build(plan: &Plan, arguments: &CompareArgs) -> Result<()> {
 }
 
 fn write_tsv(path: &Path, text: &str) -> Result<()> {
-    std::fs::write(path, text).with_context(|| {
-        format!("compare: cannot write `{}`; give another --tsv, the runs are not made again", path.display())
-    })
+    std::fs::write(path, text).with_context(|| cannot_write(path))
+}
+
+fn cannot_write(path: &Path) -> String {
+    let fix = "give --tsv a file in a folder that exists and can be written; runs that are done are not made again";
+    format!("compare: cannot write `{}`; {fix}", path.display())
 }

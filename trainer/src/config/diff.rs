@@ -2,7 +2,8 @@
 
 use toml::{Table, Value};
 
-use super::{Config, ConfigError};
+use super::{Backend, Config, ConfigError, Engram};
+use crate::model;
 
 /// One key that differs between the stored and the present configuration.
 #[derive(Clone, Debug, PartialEq)]
@@ -23,9 +24,25 @@ fn is_harmless(key: &str) -> bool {
     key.starts_with("log.") || key.starts_with("checkpoint.") || key == "run.graph" || key == "run.unverified"
 }
 
+/// Whether a change of this key keeps the numbers because of the two values it has.
+fn is_same(key: &str, a: &Config, b: &Config) -> bool {
+    match key {
+        // The data's identity is its manifest, which is checked on its own: a moved file is the same file. So it is with
+        // targets, whose teacher is known by its hash; and without the objective nobody reads them.
+        "data.path" | "data.eval_path" | "preset" => true,
+        "jepa.targets" => !b.jepa.on() || (a.jepa.targets.is_some() && b.jepa.targets.is_some()),
+        // Where the table lies. That the bits are the same is shown on the reference, and on no device yet.
+        "model.engram" => {
+            let off = [a, b].iter().any(|config| config.model.engram == Engram::Off);
+            !off && b.run.backend == Backend::Cpu
+        }
+        _ => is_harmless(key),
+    }
+}
+
 /// The keys in which two configurations differ.
-pub fn changes(then: &Config, now: &Config) -> Vec<Change> {
-    let (then, now) = (flatten(then), flatten(now));
+pub fn changes(a: &Config, b: &Config) -> Vec<Change> {
+    let (then, now) = (flatten(a), flatten(b));
     let mut keys: Vec<&String> = then.keys().chain(now.keys()).collect();
     keys.sort();
     keys.dedup();
@@ -35,8 +52,7 @@ pub fn changes(then: &Config, now: &Config) -> Vec<Change> {
             key: key.clone(),
             then: show(&then, key),
             now: show(&now, key),
-            // The data's identity is its manifest, which is checked on its own: a moved file is the same file.
-            mathematics: !is_harmless(key) && key != "data.path" && key != "data.eval_path" && key != "preset",
+            mathematics: !is_same(key, a, b),
         })
         .filter(|change| change.then != change.now)
         .collect()
@@ -46,6 +62,10 @@ pub fn changes(then: &Config, now: &Config) -> Vec<Change> {
 pub fn check_changes(then: &Config, now: &Config, allowed: &[String]) -> Result<Option<String>, ConfigError> {
     let changes = changes(then, now);
     let table = render(&changes);
+    if let Some(why) = unfit(then, now, &changes) {
+        let advice = format!("{why}, and no --allow-change can help; leave the change out, or start a new run");
+        return Err(ConfigError::Changed { table, advice: advice + " (without --resume)" });
+    }
     let refused: Vec<&str> =
         changes.iter().filter(|change| change.mathematics).map(|change| change.key.as_str()).collect();
     let missing: Vec<&str> = refused.into_iter().filter(|key| !allowed.iter().any(|allow| allow == key)).collect();
@@ -57,6 +77,52 @@ pub fn check_changes(then: &Config, now: &Config, allowed: &[String]) -> Result<
         return Err(ConfigError::Changed { table, advice });
     }
     Ok((!changes.is_empty()).then_some(table))
+}
+
+/// Why the tensors of a checkpoint are not those of the model that is asked for, by the first key to blame. Parameters of
+/// an objective that the run has no more are left behind.
+fn unfit(then: &Config, now: &Config, changes: &[Change]) -> Option<String> {
+    let tensors = |config: &Config| model::Table::of(config).params;
+    let held = tensors(then);
+    changes.iter().find_map(|change| {
+        let wanted = tensors(&with_key(then, now, &change.key)?);
+        let key = &change.key;
+        let place = |name: &str, of: &[model::Param]| of.iter().position(|param| param.name == name);
+        for param in &wanted {
+            let (name, shape) = (param.name, &param.shape);
+            match place(name, &held) {
+                None => return Some(format!("`{key}` needs tensor `{name}`, which the checkpoint does not have")),
+                Some(at) if held[at].shape != *shape => {
+                    let got = &held[at].shape;
+                    return Some(format!(
+                        "`{key}` makes tensor `{name}` {shape:?}, which is {got:?} in the checkpoint"
+                    ));
+                }
+                Some(_) => {}
+            }
+        }
+        let lost =
+            held.iter().find(|param| !param.name.starts_with("jepa.") && place(param.name, &wanted).is_none())?;
+        Some(format!("`{key}` has no place for tensor `{}` of the checkpoint", lost.name))
+    })
+}
+
+/// `then` with one key as `now` has it; nothing where the key alone makes no configuration.
+fn with_key(then: &Config, now: &Config, key: &str) -> Option<Config> {
+    let table = |config: &Config| Table::try_from(config).expect("a configuration has only tables and plain values");
+    let (mut all, other) = (table(then), table(now));
+    match key.split_once('.') {
+        Some((section, name)) => {
+            let value = other.get(section)?.get(name).cloned();
+            let section = all.get_mut(section)?.as_table_mut()?;
+            match value {
+                Some(value) => section.insert(name.to_owned(), value),
+                None => section.remove(name),
+            };
+        }
+        None => _ = all.insert(key.to_owned(), other.get(key)?.clone()),
+    }
+    all.try_into().ok()
 }
 
 fn render(changes: &[Change]) -> String {

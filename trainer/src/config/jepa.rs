@@ -83,7 +83,7 @@ impl JepaConfig {
             Some(path) if !self.on() => Err(invalid(
                 "jepa.targets",
                 format!("is `{}`, and jepa.mode is off", path.display()),
-                "give --set jepa.mode=shared or separate, or leave the targets out",
+                "give --set jepa.mode=shared or separate, or no targets (--set jepa.targets=)",
             )),
             _ => Ok(()),
         }

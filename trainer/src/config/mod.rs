@@ -32,6 +32,10 @@ pub enum ConfigError {
     Unreadable { path: PathBuf, cause: std::io::Error },
     #[error("config: `{origin}` is not TOML:\n{problem}")]
     Syntax { origin: String, problem: String },
+    #[error(
+        "config: `{origin}` is no configuration of this version of dormouse; mend it, or use the version that wrote it:\n{problem}"
+    )]
+    Foreign { origin: String, problem: String },
     #[error("config: {place}: unknown key `{key}`{nearest}; `dormouse inspect` prints every key")]
     UnknownKey { place: String, key: String, nearest: String },
     #[error("config: {place}: `{key}` expected {expected}, got {got}")]
@@ -263,8 +267,13 @@ impl Config {
 
     /// Reads a stored configuration (complete, no preset applied).
     pub fn from_toml(text: &str, origin: &Path) -> Result<Config, ConfigError> {
-        toml::from_str(text)
-            .map_err(|error| ConfigError::Syntax { origin: origin.display().to_string(), problem: error.to_string() })
+        toml::from_str(text).map_err(|error| {
+            let (origin, problem) = (origin.display().to_string(), error.to_string());
+            match toml::from_str::<toml::Table>(text) {
+                Ok(_) => ConfigError::Foreign { origin, problem },
+                Err(_) => ConfigError::Syntax { origin, problem },
+            }
+        })
     }
 
     /// BLAKE3 of [`Config::to_toml`], hexadecimal.

@@ -28,7 +28,12 @@ pub fn resolve(sources: &Sources) -> Result<Config, ConfigError> {
     let file_preset = file.as_ref().and_then(|file| file.table.get("preset")).and_then(Value::as_str);
     let mut config = match (&sources.preset, file_preset, &sources.base) {
         (Some(name), _, _) => preset(name)?,
-        (None, Some(name), _) => preset(name)?,
+        (None, Some(name), _) => preset(name).map_err(|_| ConfigError::WrongType {
+            place: file.as_ref().map_or_else(String::new, |file| file.place(&["preset".to_owned()])),
+            key: "preset".into(),
+            expected: format!("one of {}", PRESETS.join(", ")),
+            got: format!("`{name}`"),
+        })?,
         (None, None, Some(base)) => base.clone(),
         (None, None, None) => preset(PRESETS[0])?,
     };
@@ -144,6 +149,7 @@ fn merge(
             }
             _ => {
                 let value = typed(&expected, value.clone(), &path.join("."), || place(path))?;
+                known_word(path, &value, place)?;
                 table.insert(name.clone(), value);
             }
         }
@@ -204,6 +210,23 @@ fn typed(expected: &Value, value: Value, key: &str, place: impl Fn() -> String) 
         (expected, value) if expected.same_type(&value) => Ok(value),
         (_, value) => Err(wrong(format!("{} `{value}`", value.type_str()))),
     }
+}
+
+/// Refuses a string that is none of the words of its key, while it is known where it came from.
+fn known_word(path: &[String], value: &Value, place: &dyn Fn(&[String]) -> String) -> Result<(), ConfigError> {
+    let Value::String(got) = value else { return Ok(()) };
+    let mut probe = schema();
+    let (name, sections) = path.split_last().expect("a key has a name");
+    let section = sections.iter().fold(&mut probe, |table, name| {
+        table.get_mut(name).and_then(Value::as_table_mut).expect("the path was looked up")
+    });
+    section.insert(name.clone(), value.clone());
+    probe.try_into::<Config>().map(|_| ()).map_err(|error| {
+        // "unknown variant `x`, expected one of `a`, `b`": the words are listed where they are declared, and nowhere else.
+        let message = error.message();
+        let expected = message.split_once(", expected ").map_or(message, |(_, words)| words).to_owned();
+        ConfigError::WrongType { place: place(path), key: path.join("."), expected, got: format!("`{got}`") }
+    })
 }
 
 fn unknown_key(place: String, key: &str) -> ConfigError {

@@ -5,7 +5,8 @@ use std::io::Write;
 use toml::Value;
 
 use super::{
-    Config, ConfigError, Engram, JepaConfig, JepaMode, PRESETS, Rule, Sources, changes, check_changes, preset, resolve,
+    Backend, Config, ConfigError, Engram, JepaConfig, JepaMode, PRESETS, Rule, Sources, changes, check_changes, preset,
+    resolve,
 };
 
 fn with_file(text: &str, sources: Sources) -> Result<Config, ConfigError> {
@@ -109,9 +110,6 @@ fn values_that_cannot_work_are_refused_with_their_key() {
         ("model.engram_width=0", "`model.engram_width` is 0"),
         ("model.engram_width=5000", "give 4096 or less"),
         ("model.beta_scale=3", "`model.beta_scale` is 3; give 1, or 2"),
-        ("model.engram=gpu", "unknown variant `gpu`, expected one of `off`, `device`, `host`"),
-        ("model.format=int8", "unknown variant `int8`, expected one of `f32`, `bf16`, `f16`, `fp8`, `ternary`"),
-        ("model.gate=hard", "unknown variant `hard`, expected `bounded` or `softplus`"),
         ("jepa.weight=0", "`jepa.weight` is 0"),
         ("jepa.weight=-0.1", "`jepa.weight` is -0.1"),
         ("jepa.weight=1e300", "`jepa.weight` is 1"),
@@ -119,7 +117,6 @@ fn values_that_cannot_work_are_refused_with_their_key() {
         ("jepa.momentum=1.5", "`jepa.momentum` is 1.5; give a number from 0 to 1"),
         ("jepa.momentum=nan", "`jepa.momentum` is NaN"),
         ("jepa.targets=some", "`jepa.targets` is `some`, and jepa.mode is off"),
-        ("jepa.mode=both", "unknown variant `both`"),
         ("jepa.wieght=1", "nearest is `jepa.weight`"),
         ("preset=small", "cannot be set over them; give --preset \"small\""),
     ];
@@ -127,6 +124,38 @@ fn values_that_cannot_work_are_refused_with_their_key() {
         let error = with_set(argument).unwrap_err().to_string();
         assert!(error.contains(expected), "{argument}: {error}");
     }
+}
+
+#[test]
+fn a_word_that_a_key_does_not_have_is_refused_with_key_words_and_origin() {
+    let cases = [
+        ("model", "engram", "gpu", "one of `off`, `device`, `host`"),
+        ("model", "format", "int8", "one of `f32`, `bf16`, `f16`, `fp8`, `ternary`"),
+        ("model", "gate", "hard", "`bounded` or `softplus`"),
+        ("jepa", "mode", "both", "one of `off`, `shared`, `separate`"),
+        ("optimizer", "rule", "sgd", "`adamw` or `muon`"),
+        ("run", "precision", "f64", "one of `f32`, `tf32`, `bf16`"),
+        ("run", "backend", "tpu", "one of `auto`, `cpu`, `cuda`"),
+    ];
+    for (section, key, word, expected) in cases {
+        let argument = format!("{section}.{key}={word}");
+        let error = with_set(&argument).unwrap_err().to_string();
+        let words = format!("config: --set {argument}: `{section}.{key}` expected {expected}");
+        assert!(error.starts_with(&words) && error.ends_with(&format!(", got `{word}`")), "{error}");
+        let text = format!("seed = 1\n[{section}]\n{key} = \"{word}\"\n");
+        let error = with_file(&text, Sources::default()).unwrap_err().to_string();
+        let words = format!("` line 3: `{section}.{key}` expected {expected}");
+        assert!(error.contains(&words) && error.ends_with(&format!(", got `{word}`")), "{error}");
+    }
+    let error = with_file("seed = 1\npreset = \"huge\"\n", Sources::default()).unwrap_err().to_string();
+    assert!(error.ends_with("` line 2: `preset` expected one of nano, tiny, small, base, got `huge`"), "{error}");
+    // A stored configuration with a word of another version is TOML, and its file is named with the line.
+    let text = preset("tiny").unwrap().to_toml().replace("engram = \"off\"", "engram = \"tape\"");
+    let error = Config::from_toml(&text, "runs/a/config.toml".as_ref()).unwrap_err().to_string();
+    assert!(error.contains("`runs/a/config.toml` is no configuration of this version"), "{error}");
+    assert!(error.contains("TOML parse error at line") && error.contains("unknown variant `tape`"), "{error}");
+    let error = Config::from_toml("seed = = 1", "x".as_ref()).unwrap_err().to_string();
+    assert!(error.contains("`x` is not TOML"), "{error}");
 }
 
 #[test]
@@ -196,7 +225,7 @@ fn a_stored_configuration_without_the_options_has_the_model_it_had() {
 fn options_of_the_model_are_set_by_their_keys_and_refused_at_resume() {
     let then = preset("tiny").unwrap();
     for (argument, key) in [
-        ("model.engram=device", "model.engram"),
+        // Nobody has rows while there is no memory.
         ("model.engram_rows=64", "model.engram_rows"),
         ("model.format=ternary", "model.format"),
         ("model.gate=softplus", "model.gate"),
@@ -225,10 +254,77 @@ fn presets_and_configurations_from_before_have_no_jepa_and_switching_it_on_is_ot
     assert_eq!((on.jepa.weight, on.jepa.momentum), (0.05, 0.999));
     let keys: Vec<String> = changes(&config, &on).into_iter().filter(|c| c.mathematics).map(|c| c.key).collect();
     assert_eq!(keys, ["jepa.mode", "jepa.targets"]);
-    assert!(check_changes(&config, &on, &[]).unwrap_err().to_string().contains("--allow-change jepa.mode"));
+    let back: Vec<String> = changes(&on, &config).into_iter().filter(|c| c.mathematics).map(|c| c.key).collect();
+    assert_eq!(back, ["jepa.mode"]);
+    // What only the objective has is left behind; what it needs cannot be made of a checkpoint without it.
+    assert!(check_changes(&on, &config, &[]).unwrap_err().to_string().contains("--allow-change jepa.mode"));
+    check_changes(&on, &config, &["jepa.mode".to_owned()]).unwrap();
     let set = ["jepa.mode=shared", "jepa.targets=file"].map(str::to_owned).to_vec();
     let set = resolve(&Sources { set, ..Sources::default() }).unwrap();
     assert_eq!(set.jepa.targets(), Some("file".as_ref()));
+}
+
+/// Nothing that is advised may fail afterwards, whatever is allowed.
+#[test]
+fn what_a_checkpoint_has_no_tensors_for_is_refused_without_a_flag_that_cannot_help() {
+    let with = |set: &[&str]| {
+        let set = set.iter().map(|argument| (*argument).to_owned()).collect();
+        resolve(&Sources { preset: Some("tiny".into()), set, ..Sources::default() }).unwrap()
+    };
+    for (then, now, why) in [
+        (
+            &[][..],
+            "model.engram=device",
+            "`model.engram` needs tensor `engram.key`, which the checkpoint does not have",
+        ),
+        (&[], "jepa.mode=shared", "`jepa.mode` needs tensor `jepa.mask`, which the checkpoint does not have"),
+        (&["model.engram=host"], "model.engram=off", "`model.engram` has no place for tensor `engram.key` of the"),
+        (
+            &["model.engram=host", "model.engram_rows=512"],
+            "model.engram_rows=64",
+            "`model.engram_rows` makes tensor `engram.table` [192, 32], which is [1536, 32] in the checkpoint",
+        ),
+        (&[], "model.width=64", "`model.width` makes tensor `embedding` [256, 64], which is [256, 128] in the"),
+        (&[], "model.iterations=3", "`model.iterations` makes tensor `iteration` [3, 128], which is [2, 128] in the"),
+    ] {
+        let key = now.split('=').next().unwrap();
+        let all = [then, &[now, "optimizer.lr=2e-3"]].concat();
+        let error = check_changes(&with(then), &with(&all), &[key.to_owned(), "optimizer.lr".to_owned()]);
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains(why) && error.contains("start a new run"), "{error}");
+        assert!(error.contains(key) && !error.contains("--allow-change model"), "{error}");
+    }
+    // What changes no tensor still goes by its flag.
+    let gate = check_changes(&with(&[]), &with(&["model.gate=softplus"]), &["model.gate".to_owned()]);
+    assert!(gate.unwrap().is_some());
+}
+
+/// Where a table lies and where a file of targets lies changes no bit.
+#[test]
+fn what_only_lies_elsewhere_needs_no_flag() {
+    let with = |set: &[&str]| {
+        let set = set.iter().map(|argument| (*argument).to_owned()).collect();
+        resolve(&Sources { preset: Some("tiny".into()), set, ..Sources::default() }).unwrap()
+    };
+    let cpu = "run.backend=cpu";
+    let (device, host) = (with(&[cpu, "model.engram=device"]), with(&[cpu, "model.engram=host"]));
+    for (then, now) in [(&device, &host), (&host, &device)] {
+        let table = check_changes(then, now, &[]).unwrap().unwrap();
+        assert!(table.contains("model.engram") && table.contains("same numbers"), "{table}");
+    }
+    // On a GPU nobody has shown that the bits are the same.
+    let on_gpu = |config: &Config| {
+        let mut config = config.clone();
+        config.run.backend = Backend::Cuda;
+        config
+    };
+    let error = check_changes(&on_gpu(&device), &on_gpu(&host), &[]).unwrap_err().to_string();
+    assert!(error.contains("--allow-change model.engram"), "{error}");
+    let targets = |path: &str| with(&["jepa.mode=shared", &format!("jepa.targets={path}")]);
+    let table = check_changes(&targets("a"), &targets("b"), &[]).unwrap().unwrap();
+    assert!(table.contains("jepa.targets") && table.contains("same numbers"), "{table}");
+    let error = check_changes(&targets("a"), &with(&["jepa.mode=shared"]), &[]).unwrap_err().to_string();
+    assert!(error.contains("--allow-change jepa.targets"), "{error}");
 }
 
 #[test]

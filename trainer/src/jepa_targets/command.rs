@@ -6,11 +6,12 @@ use std::time::Instant;
 use anyhow::{Context, bail};
 
 use super::{Header, Writer};
-use crate::checkpoint::{State, Tensor, TensorData};
+use crate::checkpoint::{State, TensorData};
 use crate::cli::JepaTargetsArgs;
-use crate::commands::{elsewhere, find, without_objective};
+use crate::commands::{elsewhere, find};
 use crate::config::{Config, ConfigError, JepaConfig, JepaMode, Sources, changes, resolve};
 use crate::data::Data;
+use crate::model::MEMORY_TABLE;
 use crate::progress::{Reporter, minutes};
 use crate::run::RunFolder;
 use crate::signals::Stop;
@@ -38,7 +39,7 @@ pub fn run(arguments: &JepaTargetsArgs, build: Build) -> anyhow::Result<()> {
     }
     let (first, steps) = range(arguments, &config)?;
     let teacher = teacher_of(found.loaded.state);
-    let source = digest(&teacher.0.weights);
+    let source = digest(&teacher.0);
     let header = Header {
         teacher_step: found.loaded.manifest.next_step,
         seed: config.seed,
@@ -70,7 +71,6 @@ pub fn run(arguments: &JepaTargetsArgs, build: Build) -> anyhow::Result<()> {
     for done in 0..steps {
         if stop.requested() {
             reporter.finish();
-            writer.abandon();
             reporter.result("stopped; no file was written");
             return Ok(());
         }
@@ -115,14 +115,21 @@ fn readers_config(stored: &Config, set: &[String]) -> anyhow::Result<Config> {
 /// The first step and how many.
 fn range(arguments: &JepaTargetsArgs, config: &Config) -> anyhow::Result<(u64, u64)> {
     let (first, total) = (arguments.first_step, config.train.total_steps);
-    let steps = arguments.steps.unwrap_or(total.saturating_sub(first));
-    if steps == 0 || first.saturating_add(steps) > total {
-        bail!(ConfigError::Usage(format!(
-            "jepa-targets: steps {first} to {} are asked for, and the run has steps 0 to {}; lower --first-step or \
-             --steps, or give --set train.total_steps=N",
-            first.saturating_add(steps).saturating_sub(1),
-            total - 1
-        )));
+    let last = total - 1;
+    let more = "or give --set train.total_steps=N";
+    if first > last {
+        let problem = format!("jepa-targets: --first-step is {first}, expected 0 to {last}, which are the run's steps");
+        bail!(ConfigError::Usage(format!("{problem}; lower it, {more}")));
+    }
+    let steps = arguments.steps.unwrap_or(total - first);
+    if steps == 0 {
+        let problem = "jepa-targets: --steps is 0, expected 1 or more; leave it out for all steps from --first-step on";
+        bail!(ConfigError::Usage(problem.into()));
+    }
+    let end = first.saturating_add(steps);
+    if end > total {
+        let asked = format!("steps {first} to {} are asked for, and the run has steps 0 to {last}", end - 1);
+        bail!(ConfigError::Usage(format!("jepa-targets: {asked}; lower --first-step or --steps, {more}")));
     }
     Ok((first, steps))
 }
@@ -134,22 +141,76 @@ fn teacher_of(mut state: State) -> (State, &'static str) {
     let word = if teacher.is_empty() { "the model" } else { "the model's moving average" };
     // What a teacher does not follow, it reads from the model.
     state.weights.extend(teacher);
-    (without_objective(state), word)
+    (state.without_objective(), word)
 }
 
-/// BLAKE3 of tensors: names, shapes and values, by name.
-fn digest(tensors: &BTreeMap<String, Tensor>) -> [u8; 32] {
+/// BLAKE3 of a teacher's tensors: names, shapes and values, by name. A table counts alike wherever it lies.
+fn digest(teacher: &State) -> [u8; 32] {
+    let mut tensors: BTreeMap<&str, (&[usize], Values<'_>)> = BTreeMap::new();
+    for (name, tensor) in &teacher.weights {
+        let values = match &tensor.data {
+            TensorData::F32(values) => Values::F32(values),
+            TensorData::U32(values) => Values::U32(values),
+        };
+        tensors.insert(name, (&tensor.shape, values));
+    }
+    let shape = teacher.table.as_ref().map_or([0; 2], |table| [table.rows(), table.width()]);
+    if let Some(table) = &teacher.table {
+        tensors.insert(MEMORY_TABLE, (&shape, Values::F32(table.values())));
+    }
     let mut hasher = blake3::Hasher::new();
-    for (name, tensor) in tensors {
+    for (name, (shape, values)) in tensors {
         hasher.update(&(name.len() as u64).to_le_bytes()).update(name.as_bytes());
-        hasher.update(&(tensor.shape.len() as u64).to_le_bytes());
-        for &extent in &tensor.shape {
+        hasher.update(&(shape.len() as u64).to_le_bytes());
+        for &extent in shape {
             hasher.update(&(extent as u64).to_le_bytes());
         }
-        match &tensor.data {
-            TensorData::F32(values) => values.iter().for_each(|x| _ = hasher.update(&x.to_le_bytes())),
-            TensorData::U32(values) => values.iter().for_each(|x| _ = hasher.update(&x.to_le_bytes())),
+        match values {
+            Values::F32(values) => values.iter().for_each(|x| _ = hasher.update(&x.to_le_bytes())),
+            Values::U32(values) => values.iter().for_each(|x| _ = hasher.update(&x.to_le_bytes())),
         }
     }
     *hasher.finalize().as_bytes()
+}
+
+/// Numbers of a tensor, whoever has them.
+enum Values<'a> {
+    F32(&'a [f32]),
+    U32(&'a [u32]),
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::digest;
+    use crate::checkpoint::{State, Tensor};
+    use crate::host_table::HostTable;
+
+    #[test]
+    fn a_teacher_is_known_by_its_table_too_wherever_it_lies() {
+        let rest = || {
+            let mut state = State::default();
+            for name in ["engram.key", "rho"] {
+                state.weights.insert(name.to_owned(), Tensor::f32(&[2], vec![1.0, -0.5]));
+            }
+            state
+        };
+        let numbers = |first: f32| vec![first, 2.0, 3.0, 4.0, 5.0, 6.0];
+        let device = |first| {
+            let mut state = rest();
+            state.weights.insert("engram.table".to_owned(), Tensor::f32(&[3, 2], numbers(first)));
+            digest(&state)
+        };
+        let host = |first| digest(&State { table: Some(Arc::new(HostTable::new(2, numbers(first)))), ..rest() });
+        assert_eq!(host(1.0), device(1.0));
+        assert_ne!(host(1.0), host(1.5));
+        assert_ne!(host(1.0), digest(&rest()));
+        // What the optimiser alone reads is no part of a teacher.
+        let mut moved = rest();
+        moved.optimizer.insert("m.rho".to_owned(), Tensor::f32(&[2], vec![1.0, 1.0]));
+        assert_eq!(digest(&moved), digest(&rest()));
+        // Known from before: a teacher without a table on the host keeps its name.
+        assert_eq!(&blake3::Hash::from(digest(&rest())).to_hex()[..16], "221fc539e33f5dfd");
+    }
 }

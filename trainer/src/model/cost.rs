@@ -2,7 +2,8 @@
 
 use super::memory::TABLE;
 use super::params::{Group, Param, Table};
-use crate::config::{Config, Engram, JepaMode};
+use crate::config::{Backend, Config, ConfigError, Engram, JepaMode};
+use crate::progress::gib;
 
 /// Bytes of a run's parameters and of what mirrors them, the n-gram table apart.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -42,6 +43,40 @@ impl MemoryClasses {
             room: if host { 4 * BYTES * held } else { 0 },
         }
     }
+
+    /// Bytes of this machine that a run needs at least: what it holds, unless a GPU does, and what a checkpoint holds
+    /// besides, every tensor once as such and once as the bytes of its file. A table on the host is written as it lies.
+    pub fn of_machine(&self, config: &Config) -> u64 {
+        let host = config.model.engram == Engram::Host;
+        // Values and both moments of the four buffers; the counts make it a little more.
+        let (on_host, saved) = if host { (self.table, 0) } else { (0, self.table / 4 * 3) };
+        let model = self.weights + self.gradients + self.moments + self.teacher + self.room + self.table - on_host;
+        let held = if config.run.backend == Backend::Cuda { 0 } else { model };
+        held + on_host + 2 * (self.weights + self.moments + self.teacher + saved)
+    }
+}
+
+/// Refuses a run that this machine cannot hold: an allocation that fails would end the process without a word.
+///
+/// # Errors
+/// [`ConfigError::Invalid`] with what is needed, what is there, and the keys to lower.
+pub fn check_memory(config: &Config, resident: &Table, have: Option<u64>) -> Result<(), ConfigError> {
+    let classes = MemoryClasses::of(config, resident);
+    let need = classes.of_machine(config);
+    let Some(have) = have.filter(|have| *have < need) else { return Ok(()) };
+    let m = &config.model;
+    let of_table = classes.table > classes.weights + classes.gradients + classes.moments;
+    let (key, value, fix) = match of_table {
+        true => ("model.engram_rows", m.engram_rows, "lower it or model.engram_width, or give model.engram=off"),
+        false => ("model.width", m.width, "lower it, model.ffn_width, model.rank or model.experts"),
+    };
+    let problem = format!(
+        "is {value}, and the run needs {:.1} GiB of memory with gradients, moments and a checkpoint on its way to the disk, \
+         where this machine has {:.1} GiB",
+        gib(need),
+        gib(have)
+    );
+    Err(ConfigError::Invalid { key: key.into(), problem, fix: fix.into() })
 }
 
 /// Multiplications and additions of the matrix products of one step. The recurrence of the attention, convolutions and
@@ -171,5 +206,38 @@ mod tests {
         let host = MemoryClasses::of(&config, &Table::of(&config).with_resident_rows(768));
         assert_eq!((host.weights, host.table), (device.weights, 4 * (3 * 12_288 * 32 + 12_288)));
         assert_eq!(host.room, 4 * 4 * 768 * 32);
+    }
+
+    #[test]
+    fn a_run_that_the_machine_cannot_hold_is_refused_with_the_keys_to_lower() {
+        let mut config = preset("tiny").unwrap();
+        let refused = |config: &Config, have: u64| {
+            let full = Table::of(config);
+            let held = if config.model.engram == Engram::Host { full.with_resident_rows(768) } else { full };
+            check_memory(config, &held, Some(have)).err().map(|error| error.to_string())
+        };
+        // Parameters, gradients, two moments; then parameters and moments twice.
+        let plain = 4 * Table::of(&config).len() as u64 * (4 + 2 * 3);
+        assert_eq!(refused(&config, plain), None);
+        let text = refused(&config, plain - 1).unwrap();
+        assert!(text.starts_with("config: `model.width` is 128, and the run needs 0.0 GiB of memory"), "{text}");
+        assert!(text.ends_with("lower it, model.ffn_width, model.rank or model.experts"), "{text}");
+        config.model.engram_rows = 1 << 24;
+        for engram in [Engram::Device, Engram::Host] {
+            config.model.engram = engram;
+            // 6 GiB of values: four times that and six times in a checkpoint, or three times that and nothing besides.
+            let [low, high] = if engram == Engram::Device { [60, 61] } else { [18, 19] };
+            assert_eq!(refused(&config, high << 30), None, "{engram:?}");
+            let text = refused(&config, low << 30).unwrap();
+            let words = format!("`model.engram_rows` is 16777216, and the run needs {low}.");
+            assert!(text.contains(&words) && text.contains(&format!("this machine has {low}.0 GiB")), "{text}");
+            assert!(text.ends_with("lower it or model.engram_width, or give model.engram=off"), "{text}");
+            assert_eq!(check_memory(&config, &Table::of(&config).with_resident_rows(9), None).err().map(|_| ()), None);
+        }
+        // A GPU holds the model; a table on the host stays there.
+        config.run.backend = Backend::Cuda;
+        assert!(refused(&config, 18 << 30).is_some());
+        config.model.engram = Engram::Device;
+        assert_eq!(refused(&config, 37 << 30), None);
     }
 }

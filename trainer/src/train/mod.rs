@@ -80,6 +80,9 @@ pub struct Parameter {
 /// and none may depend on how often the others were called: that is what makes a resumed run equal to an unbroken one.
 pub trait Learner {
     /// One optimiser update. Does not wait for its numbers: they come out of [`Learner::drain`].
+    ///
+    /// # Errors
+    /// Data that cannot be read, before anything has changed: the steps so far can still be saved. Whatever a backend says.
     fn step(&mut self, batch: &Batch, lr: f64) -> anyhow::Result<()>;
 
     /// The records of the steps since the last call, oldest first.

@@ -141,7 +141,7 @@ fn resume(request: &Request, run: RunFolder, build: Build) -> anyhow::Result<Pre
         check_arms(then, &facts, &request.allow_change)?;
         check_same_targets(then, &facts, &request.allow_change)?;
     }
-    let teacher_note = change_teacher(&stored, &config, &*learner, &mut loaded.state);
+    let teacher_note = change_objective(&stored, &config, &*learner, &mut loaded.state);
     learner.import(&loaded.state).with_context(|| format!("train: cannot resume from `{}`", path.display()))?;
     let provenance = host::provenance(&request.command, config.seed);
     run.record_resume(&config, &provenance)?;
@@ -209,7 +209,7 @@ fn check_targets(config: &Config, data: &Data, next: u64) -> anyhow::Result<Opti
     Ok(Some(reader.header().clone()))
 }
 
-/// Refuses to go on with another file of targets under the same name unless that is allowed.
+/// Refuses to go on with the targets of another teacher, whatever the file's name, unless that is allowed.
 fn check_same_targets(then: &Facts, now: &Facts, allowed: &[String]) -> Result<(), ConfigError> {
     let (Some(before), Some(after)) = (&then.targets, &now.targets) else { return Ok(()) };
     if before == after || allowed.iter().any(|key| key == "jepa.targets") {
@@ -225,9 +225,13 @@ fn check_same_targets(then: &Facts, now: &Facts, allowed: &[String]) -> Result<(
     })
 }
 
-/// Where the user has allowed a run to change between a teacher that follows and a file: what becomes of the
-/// checkpoint's teacher. Without such a change the checkpoint must have what the run needs.
-fn change_teacher(then: &Config, now: &Config, learner: &dyn Learner, state: &mut State) -> Option<&'static str> {
+/// Where the user has allowed a run to leave the objective, or to change between a teacher that follows and a file: what
+/// becomes of the checkpoint's tensors. Without such a change the checkpoint must have what the run needs.
+fn change_objective(then: &Config, now: &Config, learner: &dyn Learner, state: &mut State) -> Option<&'static str> {
+    if then.jepa.on() && !now.jepa.on() {
+        *state = std::mem::take(state).without_objective();
+        return Some("the objective is left behind with its parameters and its teacher: the model goes on without it");
+    }
     match (then.jepa.has_teacher(), now.jepa.has_teacher()) {
         (true, false) => {
             state.teacher.clear();

@@ -14,7 +14,7 @@ use crate::anchors::{Anchors, FIT_LIMIT_BYTES};
 use crate::checkpoint::{self, Facts};
 use crate::config::Config;
 use crate::data::{Data, KeyPlan, Prefetch, Segment};
-use crate::exit::{NonFiniteResult, NonFiniteStop};
+use crate::exit::{Exit, NonFiniteResult, NonFiniteStop};
 use crate::host;
 use crate::instruments::Engagement;
 use crate::instruments::bound::StepCost;
@@ -60,7 +60,8 @@ pub enum Ending {
 /// Runs a prepared run to its end, a limit or a stop.
 ///
 /// # Errors
-/// [`NonFiniteStop`] if the learner latched; a data error; a checkpoint error of the last save. An error of a periodic save is a
+/// [`NonFiniteStop`] if the learner latched; a data error, before which the steps that are done are saved; a checkpoint
+/// error of the last save. An error of a periodic save is a
 /// warning, and the save is tried again at the next checkpoint.
 pub fn run(prepared: Prepared, limits: Limits, stop: &Stop, program: &str) -> anyhow::Result<Ending> {
     let Prepared { run, config, data, learner, done, provenance, reporter, watch } = prepared;
@@ -74,6 +75,7 @@ pub fn run(prepared: Prepared, limits: Limits, stop: &Stop, program: &str) -> an
         metrics: JsonLines::open(&run.path().join("metrics.jsonl"), done)?,
         samples: JsonLines::open(&run.path().join("samples.jsonl"), done)?,
         schedule: config.schedule(),
+        done,
         saved: if done > 0 { Some(done) } else { None },
         last_score: None,
         anchors: None,
@@ -88,6 +90,7 @@ pub fn run(prepared: Prepared, limits: Limits, stop: &Stop, program: &str) -> an
         program: program.to_owned(),
     };
     let ending = session.steps(done, limits, stop);
+    let ending = ending.map_err(|error| session.saved_before(error));
     session.reporter.finish();
     ending
 }
@@ -103,6 +106,8 @@ struct Session {
     samples: JsonLines,
     schedule: Schedule,
     eval_windows: Vec<Vec<u8>>,
+    /// Steps done.
+    done: u64,
     /// Step of the newest checkpoint of this run.
     saved: Option<u64>,
     /// The last score, with its step.
@@ -153,6 +158,7 @@ impl Session {
                 self.window.time += took;
             }
             done += 1;
+            self.done = done;
 
             let due = |every: u64| done.is_multiple_of(every);
             // The first step of a process has its line at once: the reader sees that it works.
@@ -413,6 +419,19 @@ impl Session {
         self.reporter.result(&format!("stopped after step {done} of {}, saved", self.config.train.total_steps));
         self.print_commands(false);
         Ok(Ending::Stopped { done })
+    }
+
+    /// Saves before an error of the data ends the run: whatever cannot be read is read before a step begins or after it has
+    /// ended, so the learner is what its steps have made it. Of any other error nobody knows that.
+    fn saved_before(&mut self, error: anyhow::Error) -> anyhow::Error {
+        if Exit::of(&error) != Exit::Data {
+            return error;
+        }
+        if let Err(also) = self.stopped(self.done) {
+            self.reporter.finish();
+            self.reporter.warn(&format!("{also:#}"));
+        }
+        error
     }
 
     fn finish(&mut self, done: u64, stop: &Stop) -> anyhow::Result<Ending> {

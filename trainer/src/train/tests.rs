@@ -12,8 +12,9 @@ use super::toy::{POISONED_SEED, build};
 use super::{Ending, Learner, Limits, Prepared, Request, Resume, Watch, prepare, run, score};
 use crate::checkpoint::{State, newest_good, verify};
 use crate::config::{Sources, preset};
-use crate::data::{Corpus, Data};
+use crate::data::{Corpus, Data, DataError};
 use crate::exit::Exit;
+use crate::jepa_targets::TargetsError;
 use crate::progress::Reporter;
 use crate::signals::Stop;
 
@@ -270,6 +271,95 @@ fn a_score_is_the_mean_over_positions_with_its_standard_error() {
     assert!((got.standard_error - (variance / 20.0).sqrt()).abs() < 1e-12);
 }
 
+/// A learner before whose steps something happens.
+struct Before(Box<dyn Learner>, Hook);
+
+/// Gets the index of the step.
+type Hook = Box<dyn FnMut(u64) -> anyhow::Result<()>>;
+
+impl Learner for Before {
+    fn step(&mut self, batch: &crate::data::Batch, lr: f64) -> anyhow::Result<()> {
+        (self.1)(batch.step)?;
+        self.0.step(batch, lr)
+    }
+    fn drain(&mut self) -> anyhow::Result<Vec<super::StepRecord>> {
+        self.0.drain()
+    }
+    fn latched(&self) -> Option<super::Latch> {
+        self.0.latched()
+    }
+    fn evaluate(&mut self, windows: &[Vec<u8>]) -> anyhow::Result<Vec<f64>> {
+        self.0.evaluate(windows)
+    }
+    fn sample(
+        &mut self,
+        prompt: &[u8],
+        bytes: usize,
+        temperature: f64,
+        seed: u64,
+        emit: &mut dyn FnMut(u8) -> bool,
+    ) -> anyhow::Result<()> {
+        self.0.sample(prompt, bytes, temperature, seed, emit)
+    }
+    fn export(&self) -> anyhow::Result<State> {
+        self.0.export()
+    }
+    fn import(&mut self, state: &State) -> anyhow::Result<()> {
+        self.0.import(state)
+    }
+    fn drift(&self) -> anyhow::Result<Vec<super::Drift>> {
+        self.0.drift()
+    }
+    fn parameters(&self) -> Vec<super::Parameter> {
+        self.0.parameters()
+    }
+    fn first_nonfinite(&mut self, batch: &crate::data::Batch) -> anyhow::Result<Option<String>> {
+        self.0.first_nonfinite(batch)
+    }
+}
+
+#[test]
+fn data_that_fails_in_the_middle_of_a_run_loses_no_step() {
+    let place = Place::new();
+    go(&place.request("whole", &[]), None).unwrap();
+    let broken = |name: &str, error: fn() -> anyhow::Error| {
+        let (mut prepared, printed) = silent(prepare(&place.request(name, &[]), build).unwrap());
+        let fail = move |step: u64| if step == 7 { Err(error()) } else { Ok(()) };
+        prepared.learner = Box::new(Before(prepared.learner, Box::new(fail)));
+        let error = run(prepared, Limits::default(), &Stop::new(), "dormouse").unwrap_err();
+        let text = String::from_utf8(printed.0.borrow().clone()).unwrap();
+        (Exit::of(&error), text)
+    };
+    // A record of a file of targets that is damaged, and a corpus that has been cut.
+    let damaged = || -> anyhow::Error {
+        let (path, place) = ("x".into(), "step 7".into());
+        TargetsError::Damaged { path, place, got: 1, expected: 2 }.into()
+    };
+    let cut = || -> anyhow::Error {
+        DataError::Changed { path: "x".into(), expected: "9 bytes".into(), got: "an end".into() }.into()
+    };
+    for (name, error) in [("damaged", damaged as fn() -> anyhow::Error), ("cut", cut)] {
+        let (exit, text) = broken(name, error);
+        assert_eq!(exit, Exit::Data);
+        assert!(text.contains("stopped after step 7 of 20, saved") && text.contains("train --resume"), "{text}");
+        assert_eq!(steps_in(&place.run(name)), [4, 7]);
+        go(&place.resume(name, &[], &[]), None).unwrap();
+        assert_eq!(state_of(&place.run(name)), state_of(&place.run("whole")));
+        assert_eq!(timeless(&place.run(name)), timeless(&place.run("whole")));
+    }
+    // A step that fails half-way may have changed anything, so nothing of it is saved.
+    let (exit, text) = broken("device", || anyhow::anyhow!("the device is lost"));
+    assert_eq!((exit, steps_in(&place.run("device"))), (Exit::Failed, vec![4]));
+    assert!(!text.contains("stopped after"), "{text}");
+    // With no room for the save the first error is still the one that counts.
+    let (mut prepared, _) = silent(prepare(&place.request("full", &[]), build).unwrap());
+    std::fs::write(place.run("full").join("checkpoints"), "in the way").unwrap();
+    let fail = move |step: u64| if step == 7 { Err(cut()) } else { Ok(()) };
+    prepared.learner = Box::new(Before(prepared.learner, Box::new(fail)));
+    let error = run(prepared, Limits::default(), &Stop::new(), "dormouse").unwrap_err();
+    assert_eq!((Exit::of(&error), error.is::<DataError>()), (Exit::Data, true), "{error:#}");
+}
+
 #[test]
 fn a_failed_periodic_save_is_tried_again_and_a_failed_last_one_ends_the_run() {
     let place = Place::new();
@@ -282,53 +372,16 @@ fn a_failed_periodic_save_is_tried_again_and_a_failed_last_one_ends_the_run() {
     assert_eq!(lines(&place.run("a"), "metrics.jsonl").iter().filter(|line| line["kind"] == "step").count(), 20);
 
     // Removed in time, the next save works.
-    struct Unblocking(Box<dyn Learner>, PathBuf, u64);
-    impl Learner for Unblocking {
-        fn step(&mut self, batch: &crate::data::Batch, lr: f64) -> anyhow::Result<()> {
-            if batch.step == self.2 {
-                std::fs::remove_file(&self.1).unwrap();
-            }
-            self.0.step(batch, lr)
-        }
-        fn drain(&mut self) -> anyhow::Result<Vec<super::StepRecord>> {
-            self.0.drain()
-        }
-        fn latched(&self) -> Option<super::Latch> {
-            self.0.latched()
-        }
-        fn evaluate(&mut self, windows: &[Vec<u8>]) -> anyhow::Result<Vec<f64>> {
-            self.0.evaluate(windows)
-        }
-        fn sample(
-            &mut self,
-            prompt: &[u8],
-            bytes: usize,
-            temperature: f64,
-            seed: u64,
-            emit: &mut dyn FnMut(u8) -> bool,
-        ) -> anyhow::Result<()> {
-            self.0.sample(prompt, bytes, temperature, seed, emit)
-        }
-        fn export(&self) -> anyhow::Result<State> {
-            self.0.export()
-        }
-        fn import(&mut self, state: &State) -> anyhow::Result<()> {
-            self.0.import(state)
-        }
-        fn drift(&self) -> anyhow::Result<Vec<super::Drift>> {
-            self.0.drift()
-        }
-        fn parameters(&self) -> Vec<super::Parameter> {
-            self.0.parameters()
-        }
-        fn first_nonfinite(&mut self, batch: &crate::data::Batch) -> anyhow::Result<Option<String>> {
-            self.0.first_nonfinite(batch)
-        }
-    }
     let (mut prepared, printed) = silent(prepare(&place.request("b", &["checkpoint.keep_last=9"]), build).unwrap());
     let blocked = place.run("b").join("checkpoints");
     std::fs::write(&blocked, "in the way").unwrap();
-    prepared.learner = Box::new(Unblocking(prepared.learner, blocked, 9));
+    let unblock = move |step: u64| {
+        if step == 9 {
+            std::fs::remove_file(&blocked).unwrap();
+        }
+        Ok(())
+    };
+    prepared.learner = Box::new(Before(prepared.learner, Box::new(unblock)));
     run(prepared, Limits::default(), &Stop::new(), "dormouse").unwrap();
     assert_eq!(steps_in(&place.run("b")), [12, 16, 20]);
     assert!(String::from_utf8_lossy(&printed.0.borrow()).contains("step 12 | saved"));
@@ -354,6 +407,11 @@ fn a_run_that_is_not_finite_stops_with_a_bundle_and_untouched_weights() {
     .unwrap();
     let data = Data::open(&config).unwrap();
     assert_eq!(std::fs::read(bundle.join("batch.bin")).unwrap(), data.batch(13, 4).unwrap().bytes);
+    // README's table of the run folder has a row for everything in it.
+    for entry in std::fs::read_dir(place.run("a")).unwrap() {
+        let name = entry.unwrap().file_name().into_string().unwrap().replace("000014", "");
+        assert!(include_str!("../../../README.md").contains(&format!("| `{name}")), "{name}");
+    }
     // Every skipped step is in the log, marked, with the value that JSON cannot hold.
     let skipped: Vec<Value> =
         lines(&place.run("a"), "metrics.jsonl").into_iter().filter(|line| line["applied"] == false).collect();

@@ -2,6 +2,7 @@
 
 #![allow(dead_code, missing_docs)]
 
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -47,6 +48,20 @@ impl Place {
     /// Runs the program to its end.
     pub fn run(&self, arguments: &[&str]) -> Done {
         Done::of(self.command(arguments).output().unwrap())
+    }
+
+    /// Runs the program under a limit on the size of a file, as a full disk would be.
+    pub fn run_limited(&self, arguments: &[&str], bytes: u64) -> Done {
+        let mut command = self.command(arguments);
+        let limit = libc::rlimit { rlim_cur: bytes, rlim_max: bytes };
+        // SAFETY: setrlimit may be called between fork and exec; it allocates nothing and takes no lock.
+        unsafe {
+            command.pre_exec(move || match libc::setrlimit(libc::RLIMIT_FSIZE, &limit) {
+                0 => Ok(()),
+                _ => Err(std::io::Error::last_os_error()),
+            });
+        }
+        Done::of(command.output().unwrap())
     }
 
     /// Starts the program and leaves it running.
