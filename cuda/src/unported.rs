@@ -6,8 +6,7 @@
 
 use std::convert::Infallible;
 
-use dormouse_reference::{Error, Result, ema, engram, engram_hash, jepa, koleo, layer_norm, mask_vector, muon};
-use dormouse_reference::{retract_all, row_adam};
+use dormouse_reference::{Error, Result, engram, engram_hash, muon, retract_all, row_adam};
 
 use crate::device::Device;
 use crate::runtime::Engine;
@@ -42,12 +41,6 @@ macro_rules! differentiable {
 
 differentiable! {
     engram Engram (engram::Inputs<&Tensor>, engram::Params<&Tensor>) (Option<&Tensor>, engram::Params<&Tensor>);
-    jepa Jepa (jepa::Inputs<&Tensor>) ();
-    koleo Koleo (koleo::Inputs<&Tensor>) (Option<&Tensor>);
-    layer_norm LayerNorm (layer_norm::Inputs<&Tensor>, layer_norm::Params<&Tensor>)
-        (Option<&Tensor>, layer_norm::Params<&Tensor>);
-    mask_vector MaskVector (mask_vector::Inputs<&Tensor>, mask_vector::Params<&Tensor>)
-        (mask_vector::Params<&Tensor>);
 }
 
 impl<R: Engine> engram_hash::EngramHash for Device<R> {
@@ -57,12 +50,6 @@ impl<R: Engine> engram_hash::EngramHash for Device<R> {
         _: engram_hash::Inputs<&Tensor>,
     ) -> Result<engram_hash::Outputs<Tensor>> {
         refuse::<R, _>("engram_hash::forward")
-    }
-}
-
-impl<R: Engine> ema::Ema for Device<R> {
-    fn update(&self, _: &ema::Config, _: ema::Inputs<&Tensor>) -> Result<()> {
-        refuse::<R, _>("ema::update")
     }
 }
 

@@ -106,19 +106,24 @@ pub struct Operation<R: Engine> {
 pub type Prepare<R> = fn(&mut Draw<'_, R>, &Sizes) -> Result<Operation<R>>;
 
 /// Every operation by its stem, in alphabetical order.
-pub fn all<R: Engine>() -> [(&'static str, Prepare<R>); 18] {
+pub fn all<R: Engine>() -> [(&'static str, Prepare<R>); 23] {
     [
         ("adamw", adamw),
         ("blend", blend),
         ("controller", controller),
         ("cross_entropy", cross_entropy),
         ("decay_gate", decay_gate),
+        ("ema", objective::ema),
         ("embedding", embedding),
         ("expert", expert),
         ("gated_rms_norm", gated_rms_norm),
+        ("jepa", objective::jepa),
         ("kda", kda),
+        ("koleo", objective::koleo),
         ("l2_norm", l2_norm),
+        ("layer_norm", objective::layer_norm),
         ("linear", linear),
+        ("mask_vector", objective::mask_vector),
         ("record", record),
         ("residual", residual),
         ("retract", retract),
@@ -154,6 +159,9 @@ macro_rules! call {
         })
     };
 }
+
+/// The operations of the JEPA objective; it uses the macro above.
+mod objective;
 
 /// A tensor of zeros that sums are added to, by name.
 fn zeros<R: Engine>(b: &Device<R>, like: &Tensor) -> Result<Tensor> {
