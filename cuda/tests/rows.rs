@@ -6,10 +6,15 @@ mod common;
 
 use dormouse_cuda::Arm;
 use dormouse_reference::decay_gate::{self, DecayGate, Kind};
+use dormouse_reference::ema::{self, Ema};
 use dormouse_reference::gated_rms_norm::{self, GatedRmsNorm};
+use dormouse_reference::jepa::{self, Jepa};
+use dormouse_reference::koleo::{self, Koleo};
 use dormouse_reference::l2_norm::{self, L2Norm};
+use dormouse_reference::layer_norm::{self, LayerNorm};
+use dormouse_reference::mask_vector::{self, MaskVector};
 use dormouse_reference::short_conv::{self, ShortConv};
-use dormouse_reference::{Reference, Tensors};
+use dormouse_reference::{DType, Reference, Tensors};
 use ndarray::{Array, ArrayD, IxDyn};
 
 /// Values without a pattern between -1 and 1, which f32 holds exactly.
@@ -131,4 +136,102 @@ fn short_conv_with_many_tokens_and_channels() {
     both_arms!("short_conv", convolved, [3, 3001, 70]);
     // The last positions, which have no token, fall into a span of their own.
     both_arms!("short_conv", convolved, [2, 64, 130]);
+}
+
+/// A mask of whole numbers in which about one row in `one_in` is set, in runs.
+fn mask<B: Tensors>(b: &B, rows: usize, one_in: usize) -> B::Tensor {
+    let tensor = b.persistent(&[rows], DType::U8).unwrap();
+    let set = |n: usize| f64::from(u8::from((n / 5).wrapping_mul(2_654_435_761) % 65_521 % one_in == 0));
+    b.upload(Array::from_shape_fn(rows, set).into_dyn().view(), &tensor).unwrap();
+    tensor
+}
+
+fn layer_normed<B: LayerNorm>(b: &B, rows: usize, width: usize) -> Vec<ArrayD<f64>> {
+    let config = layer_norm::Config { eps: 1e-5 };
+    let [x, dy, plus] = [1, 2, 3].map(|seed| put(b, &[rows, width], seed));
+    let (gain, bias) = (put(b, &[width], 4), put(b, &[width], 5));
+    let (dgain, dbias) = (put(b, &[width], 6), put(b, &[width], 7));
+    let params = layer_norm::Params { gain: Some(&gain), bias: Some(&bias) };
+    let (out, saved) = b.forward(&config, layer_norm::Inputs { x: &x }, params).unwrap();
+    let into = layer_norm::Params { gain: Some(&dgain), bias: Some(&dbias) };
+    let grads = b.backward(&config, &saved, layer_norm::Outputs { y: &dy }, Some(&plus), into).unwrap();
+    get(b, &[&out.y, &grads.dx, &dgain, &dbias])
+}
+
+#[test]
+fn layer_norm_with_many_rows_and_columns() {
+    both_arms!("many rows", layer_normed, 1500, 20);
+    both_arms!("some columns a unit", layer_normed, 30, 600);
+    // So wide that loops over a unit's columns are not unrolled.
+    both_arms!("many columns", layer_normed, 7, 2100);
+}
+
+fn masked<B: MaskVector>(b: &B, rows: usize, width: usize) -> Vec<ArrayD<f64>> {
+    let (config, mask) = (mask_vector::Config {}, mask(b, rows, 3));
+    let (x, dy) = (put(b, &[rows, width], 1), put(b, &[rows, width], 2));
+    let (vector, dvector) = (put(b, &[width], 3), put(b, &[width], 4));
+    let inputs = mask_vector::Inputs { x: &x, mask: &mask };
+    let (out, saved) = b.forward(&config, inputs, mask_vector::Params { vector: &vector }).unwrap();
+    let into = mask_vector::Params { vector: &dvector };
+    let grads = b.backward(&config, &saved, mask_vector::Outputs { y: &dy }, into).unwrap();
+    get(b, &[&out.y, &grads.dx, &dvector])
+}
+
+#[test]
+fn mask_vector_with_many_rows_and_columns() {
+    both_arms!("many rows", masked, 9001, 20);
+    both_arms!("many columns", masked, 40, 300);
+}
+
+fn distance<B: Jepa>(b: &B, rows: usize, width: usize) -> Vec<ArrayD<f64>> {
+    let (config, mask) = (jepa::Config { eps: 1e-5 }, mask(b, rows, 7));
+    // Predictions are so large that none comes near its target, which rounding could put on the other side.
+    let prediction = zeros(b, &[rows, width]);
+    b.upload(values(&[rows, width], 1).mapv(|x| 40.0 * x.signum() + x).view(), &prediction).unwrap();
+    let (teacher, dloss) = (put(b, &[rows, width], 2), put(b, &[1], 3));
+    let inputs = jepa::Inputs { prediction: &prediction, teacher: &teacher, mask: &mask };
+    let (out, saved) = b.forward(&config, inputs).unwrap();
+    let grads = b.backward(&config, &saved, jepa::Outputs { loss: &dloss }).unwrap();
+    get(b, &[&out.loss, &grads.dprediction])
+}
+
+#[test]
+fn jepa_with_many_rows_and_columns() {
+    both_arms!("many rows", distance, 1500, 20);
+    both_arms!("many columns", distance, 40, 600);
+    both_arms!("very many columns", distance, 9, 2100);
+}
+
+fn kept_apart<B: Koleo>(b: &B, limit: usize, rows: usize, width: usize) -> Vec<ArrayD<f64>> {
+    let (config, mask) = (koleo::Config { limit, norm_eps: 1e-6, eps: 1e-6 }, mask(b, rows, 3));
+    let (z, plus, dloss) = (put(b, &[rows, width], 1), put(b, &[rows, width], 2), put(b, &[1], 3));
+    let (out, saved) = b.forward(&config, koleo::Inputs { z: &z, mask: &mask }).unwrap();
+    let alone = b.backward(&config, &saved, koleo::Outputs { loss: &dloss }, None).unwrap();
+    let with = b.backward(&config, &saved, koleo::Outputs { loss: &dloss }, Some(&plus)).unwrap();
+    get(b, &[&out.loss, &alone.dz, &with.dz])
+}
+
+#[test]
+fn koleo_with_many_rows_and_columns() {
+    // More chosen rows than units of a cube, and a stride; more columns than lie in shared memory at once.
+    both_arms!("many rows", kept_apart, 400, 2400, 12);
+    both_arms!("no stride", kept_apart, usize::MAX, 300, 70);
+    both_arms!("many columns", kept_apart, 20, 100, 600);
+    both_arms!("very many columns", kept_apart, 20, 12, 2100);
+}
+
+fn followed<B: Ema>(b: &B, ranges: &[(usize, usize)]) -> Vec<ArrayD<f64>> {
+    let ranges = ranges.iter().map(|&(start, end)| start..end).collect();
+    let config = ema::Config { momentum: 0.75, ranges };
+    let (teacher, online, apply) = (put(b, &[20_000], 1), put(b, &[20_000], 2), zeros(b, &[1]));
+    b.fill(&apply, 1.0).unwrap();
+    b.update(&config, ema::Inputs { teacher: &teacher, online: &online, apply: &apply }).unwrap();
+    get(b, &[&teacher])
+}
+
+#[test]
+fn ema_with_more_ranges_than_one_launch_takes() {
+    let many: Vec<_> = (0..30).map(|i| (19_000 - 600 * i, 19_000 - 600 * i + 17 * i)).collect();
+    both_arms!("many ranges", followed, &many);
+    both_arms!("one range", followed, &[(0, 20_000)]);
 }

@@ -18,14 +18,19 @@ use dormouse_harness::ops::blend::BlendOp;
 use dormouse_harness::ops::controller::ControllerOp;
 use dormouse_harness::ops::cross_entropy::CrossEntropyOp;
 use dormouse_harness::ops::decay_gate::DecayGateOp;
+use dormouse_harness::ops::ema::EmaOp;
 use dormouse_harness::ops::embedding::EmbeddingOp;
 use dormouse_harness::ops::engram::EngramOp;
 use dormouse_harness::ops::engram_hash::EngramHashOp;
 use dormouse_harness::ops::expert::ExpertOp;
 use dormouse_harness::ops::gated_rms_norm::GatedRmsNormOp;
+use dormouse_harness::ops::jepa::JepaOp;
 use dormouse_harness::ops::kda::KdaOp;
+use dormouse_harness::ops::koleo::KoleoOp;
 use dormouse_harness::ops::l2_norm::L2NormOp;
+use dormouse_harness::ops::layer_norm::LayerNormOp;
 use dormouse_harness::ops::linear::LinearOp;
+use dormouse_harness::ops::mask_vector::MaskVectorOp;
 use dormouse_harness::ops::muon::MuonOp;
 use dormouse_harness::ops::record::RecordOp;
 use dormouse_harness::ops::residual::ResidualOp;
@@ -171,8 +176,9 @@ macro_rules! operations {
     };
     ($task:ident, $signature:ty) => {
         operations!($task, $signature;
-            AdamwOp BlendOp ControllerOp CrossEntropyOp DecayGateOp EmbeddingOp EngramOp EngramHashOp ExpertOp
-            GatedRmsNormOp KdaOp L2NormOp LinearOp MuonOp RecordOp ResidualOp RetractOp RetractAllOp RmsNormOp RowAdamOp
+            AdamwOp BlendOp ControllerOp CrossEntropyOp DecayGateOp EmaOp EmbeddingOp EngramOp EngramHashOp ExpertOp
+            GatedRmsNormOp JepaOp KdaOp KoleoOp L2NormOp LayerNormOp LinearOp MaskVectorOp MuonOp RecordOp ResidualOp
+            RetractOp RetractAllOp RmsNormOp RowAdamOp
             SanitiseOp ShortConvOp SpectralOp)
     };
 }

@@ -16,8 +16,7 @@
 //!
 //! Sources enter as streams of tokens. Comments, documentation and `#[cfg(test)]` items are left out, so that explaining
 //! a kernel or testing it costs no run on a GPU. `cuda/src/lib.rs` and `cuda/src/arm.rs` are left out as well: they list
-//! all operations, so every new one would make all receipts stale; so is `unported.rs`, which refuses those without
-//! kernels, and `gpu.rs`, which picks a runtime. That an arm ran is what the gate asserts itself,
+//! all operations, so every new one would make all receipts stale; so is `gpu.rs`, which picks a runtime. That an arm ran is what the gate asserts itself,
 //! from the device's ledger.
 
 use std::cell::RefCell;
@@ -31,9 +30,8 @@ use proc_macro2::{Delimiter, Spacing, TokenStream, TokenTree};
 const JUDGES: [&str; 7] =
     ["compare.rs", "draw.rs", "tolerance.rs", "gates/det.rs", "gates/diff.rs", "gates/mod.rs", "gates/poison.rs"];
 
-/// Files of `cuda/src` that no kernel's result depends on: the lists of operations with kernels and without, and what
-/// embeds receipts.
-const NO_KERNELS: [&str; 5] = ["lib.rs", "arm.rs", "gpu.rs", "receipts.rs", "unported.rs"];
+/// Files of `cuda/src` that no kernel's result depends on: the lists of operations, and what embeds receipts.
+const NO_KERNELS: [&str; 4] = ["lib.rs", "arm.rs", "gpu.rs", "receipts.rs"];
 
 /// Everything that the fingerprints of a workspace depend on, for a build script's `rerun-if-changed`.
 pub const INPUTS: [&str; 4] = ["cuda/src", "harness/src", "reference/src", "Cargo.lock"];

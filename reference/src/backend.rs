@@ -32,8 +32,6 @@ use crate::spectral::Spectral;
 macro_rules! backend {
     ($($operation:ident)*) => {
         /// Every operation a model and its optimiser need. Whoever implements them all is a backend.
-        ///
-        /// A device that has no kernels of an operation yet implements it by refusing: `Error::NoKernels`.
         pub trait Backend: $($operation +)* {}
 
         impl<B: $($operation +)*> Backend for B {}

@@ -77,18 +77,7 @@ const OP: &str = "ema::update";
 impl<T: Scalar> Ema for Reference<T> {
     #[inline(never)]
     fn update(&self, config: &Config, inputs: Inputs<&Tensor<T>>) -> Result<()> {
-        let mut dims = Dims::new(OP);
-        dims.bind("teacher", inputs.teacher.shape(), &["P"])?;
-        dims.bind("online", inputs.online.shape(), &["P"])?;
-        if !(0.0..=1.0).contains(&config.momentum) {
-            return Err(Error::Config {
-                op: OP,
-                field: "momentum",
-                expected: "from 0 to 1".to_owned(),
-                got: config.momentum.to_string(),
-            });
-        }
-        check_ranges(OP, "ranges", config.ranges.iter(), dims.get("P"))?;
+        check(config, inputs.clone().map(|_, t| t.shape()))?;
         if inputs.teacher.shares_allocation(inputs.online) {
             return Err(Error::Aliased { op: OP, arg: "teacher", other: "online" });
         }
@@ -108,6 +97,29 @@ impl<T: Scalar> Ema for Reference<T> {
             }
         })
     }
+}
+
+/// Refuses what [`Ema::update`] refuses of its config and its shapes, on every backend.
+///
+/// # Errors
+/// Those of the trait.
+pub fn check(config: &Config, inputs: Inputs<&[usize]>) -> Result<()> {
+    let mut dims = Dims::new(OP);
+    dims.bind("teacher", inputs.teacher, &["P"])?;
+    dims.bind("online", inputs.online, &["P"])?;
+    if !(0.0..=1.0).contains(&config.momentum) {
+        return Err(Error::Config {
+            op: OP,
+            field: "momentum",
+            expected: "from 0 to 1".to_owned(),
+            got: config.momentum.to_string(),
+        });
+    }
+    check_ranges(OP, "ranges", config.ranges.iter(), dims.get("P"))?;
+    if inputs.apply != [1] {
+        return Err(Error::Shape { op: OP, arg: "apply", expected: "[1]".to_owned(), got: inputs.apply.to_vec() });
+    }
+    Ok(())
 }
 
 impl<B: Ema> Ema for Checked<B> {

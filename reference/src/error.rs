@@ -121,14 +121,6 @@ pub enum Error {
         /// Elements the tensor has.
         len: usize,
     },
-    /// A backend has no implementation of an operation yet.
-    #[error("{op}: {backend} has no kernels of it yet; compute on the reference (--backend cpu)")]
-    NoKernels {
-        /// The operation and direction.
-        op: &'static str,
-        /// The backend's word.
-        backend: &'static str,
-    },
     /// A fault of a device behind a backend: out of memory, a kernel that did not compile, a lost device.
     #[error(transparent)]
     Device(Arc<dyn std::error::Error + Send + Sync>),

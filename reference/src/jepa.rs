@@ -24,7 +24,7 @@ use ndarray::{Array1, Array2, ArrayView2};
 use crate::checked::Checked;
 use crate::cpu::{Reference, Tensor};
 use crate::dims::Dims;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::fields;
 use crate::layer_norm::{check_eps, normalise};
 use crate::matmul::sum_over_rows;
@@ -99,12 +99,7 @@ impl<T: Scalar> Jepa for Reference<T> {
     #[inline(never)]
     fn forward(&self, config: &Config, inputs: Inputs<&Tensor<T>>) -> Result<(Outputs<Tensor<T>>, Saved<T>)> {
         const OP: &str = "jepa::forward";
-        check_eps(OP, config.eps)?;
-        let mut dims = Dims::new(OP);
-        dims.bind_rows("prediction", inputs.prediction.shape(), "N", &["D"])?;
-        dims.bind_rows("teacher", inputs.teacher.shape(), "N", &["D"])?;
-        dims.bind_rows("mask", inputs.mask.shape(), "N", &[])?;
-        dims.positive(&["D"])?;
+        check_forward(config, inputs.clone().map(|_, t| t.shape()))?;
         let masked = places(&self.read_mask(OP, "mask", inputs.mask)?);
         let prediction = self.read(OP, "prediction", inputs.prediction)?;
         let teacher = self.read(OP, "teacher", inputs.teacher)?;
@@ -121,7 +116,7 @@ impl<T: Scalar> Jepa for Reference<T> {
     #[inline(never)]
     fn backward(&self, config: &Config, saved: &Saved<T>, upstream: Outputs<&Tensor<T>>) -> Result<Grads<Tensor<T>>> {
         const OP: &str = "jepa::backward";
-        check_eps(OP, config.eps)?;
+        check_backward(config, upstream.loss.shape())?;
         let size = self.read_one(OP, "loss", upstream.loss)? * share(&saved.difference);
         let width = saved.difference.ncols();
         let rows = saved.shape.iter().product::<usize>() / width;
@@ -154,6 +149,34 @@ impl<B: Jepa> Jepa for Checked<B> {
     fn backward(&self, config: &Config, saved: &B::Saved, upstream: Outputs<&B::Tensor>) -> Result<Grads<B::Tensor>> {
         self.finite("jepa::backward", upstream.clone().named())?;
         self.0.backward(config, saved, upstream)
+    }
+}
+
+/// Refuses what [`Jepa::forward`] refuses of its config and its shapes, on every backend; binds N and D.
+///
+/// # Errors
+/// Those of the trait.
+pub fn check_forward(config: &Config, inputs: Inputs<&[usize]>) -> Result<Dims> {
+    const OP: &str = "jepa::forward";
+    check_eps(OP, config.eps)?;
+    let mut dims = Dims::new(OP);
+    dims.bind_rows("prediction", inputs.prediction, "N", &["D"])?;
+    dims.bind_rows("teacher", inputs.teacher, "N", &["D"])?;
+    dims.bind_rows("mask", inputs.mask, "N", &[])?;
+    dims.positive(&["D"])?;
+    Ok(dims)
+}
+
+/// The same of [`Jepa::backward`].
+///
+/// # Errors
+/// Those of the trait.
+pub fn check_backward(config: &Config, loss: &[usize]) -> Result<()> {
+    const OP: &str = "jepa::backward";
+    check_eps(OP, config.eps)?;
+    match loss {
+        [1] => Ok(()),
+        _ => Err(Error::Shape { op: OP, arg: "loss", expected: "[1]".to_owned(), got: loss.to_vec() }),
     }
 }
 

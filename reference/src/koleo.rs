@@ -117,11 +117,7 @@ impl<T: Scalar> Koleo for Reference<T> {
     #[inline(never)]
     fn forward(&self, config: &Config, inputs: Inputs<&Tensor<T>>) -> Result<(Outputs<Tensor<T>>, Saved<T>)> {
         const OP: &str = "koleo::forward";
-        check_config(OP, config)?;
-        let mut dims = Dims::new(OP);
-        dims.bind_rows("z", inputs.z.shape(), "N", &["D"])?;
-        dims.bind_rows("mask", inputs.mask.shape(), "N", &[])?;
-        dims.positive(&["D"])?;
+        check_forward(config, inputs.clone().map(|_, t| t.shape()))?;
         let chosen = choose(&places(&self.read_mask(OP, "mask", inputs.mask)?), config.limit);
         let mut p = pick(self.read(OP, "z", inputs.z)?.rows(), &chosen);
         let mut scale = Vec::with_capacity(chosen.len());
@@ -148,15 +144,11 @@ impl<T: Scalar> Koleo for Reference<T> {
         plus: Option<&Tensor<T>>,
     ) -> Result<Grads<Tensor<T>>> {
         const OP: &str = "koleo::backward";
-        check_config(OP, config)?;
-        let mut dims = Dims::new(OP);
-        dims.bind_rows("z", &saved.shape, "N", &["D"])?;
+        let of_plus = plus.map(|plus| plus.shape());
+        let dims = check_backward(config, &saved.shape, upstream.loss.shape(), of_plus)?;
         let dloss = self.read_one(OP, "loss", upstream.loss)?;
         let mut dz = match plus {
-            Some(plus) => {
-                dims.bind_rows("plus", plus.shape(), "N", &["D"])?;
-                self.read(OP, "plus", plus)?.rows().to_owned()
-            }
+            Some(plus) => self.read(OP, "plus", plus)?.rows().to_owned(),
             None => Array2::zeros((dims.get("N"), dims.get("D"))),
         };
         let dp = backward(saved, dloss * share::<T>(saved.nearest.len()), T::from_f64(config.eps));
@@ -193,6 +185,38 @@ impl<B: Koleo> Koleo for Checked<B> {
         self.finite(OP, plus.map(|plus| ("plus", plus)))?;
         self.0.backward(config, saved, upstream, plus)
     }
+}
+
+/// Refuses what [`Koleo::forward`] refuses of its config and its shapes, on every backend; binds N and D.
+///
+/// # Errors
+/// Those of the trait.
+pub fn check_forward(config: &Config, inputs: Inputs<&[usize]>) -> Result<Dims> {
+    const OP: &str = "koleo::forward";
+    check_config(OP, config)?;
+    let mut dims = Dims::new(OP);
+    dims.bind_rows("z", inputs.z, "N", &["D"])?;
+    dims.bind_rows("mask", inputs.mask, "N", &[])?;
+    dims.positive(&["D"])?;
+    Ok(dims)
+}
+
+/// The same of [`Koleo::backward`]: `z` is the shape that forward had.
+///
+/// # Errors
+/// Those of the trait.
+pub fn check_backward(config: &Config, z: &[usize], loss: &[usize], plus: Option<&[usize]>) -> Result<Dims> {
+    const OP: &str = "koleo::backward";
+    check_config(OP, config)?;
+    let mut dims = Dims::new(OP);
+    dims.bind_rows("z", z, "N", &["D"])?;
+    if loss != [1] {
+        return Err(Error::Shape { op: OP, arg: "loss", expected: "[1]".to_owned(), got: loss.to_vec() });
+    }
+    if let Some(plus) = plus {
+        dims.bind_rows("plus", plus, "N", &["D"])?;
+    }
+    Ok(dims)
 }
 
 fn check_config(op: &'static str, config: &Config) -> Result<()> {

@@ -121,23 +121,17 @@ impl<T: Scalar> LayerNorm for Reference<T> {
         params: Params<&Tensor<T>>,
     ) -> Result<(Outputs<Tensor<T>>, Saved<T>)> {
         const OP: &str = "layer_norm::forward";
-        check_eps(OP, config.eps)?;
-        let mut dims = Dims::new(OP);
-        dims.bind_rows("x", inputs.x.shape(), "N", &["D"])?;
-        dims.positive(&["D"])?;
-        let params = pair(OP, params)?;
+        check_forward(config, inputs.clone().map(|_, t| t.shape()), params.clone().map(|_, t| t.shape()))?;
         let (n, rho) = normalise(self.read(OP, "x", inputs.x)?.rows(), T::from_f64(config.eps));
-        let y = match params {
-            Some([gain, bias]) => {
-                dims.bind("gain", gain.shape(), &["D"])?;
-                dims.bind("bias", bias.shape(), &["D"])?;
+        let y = match (params.gain, params.bias) {
+            (Some(gain), Some(bias)) => {
                 let (gain, bias) = (self.read(OP, "gain", gain)?, self.read(OP, "bias", bias)?);
                 &n * &gain.flat() + bias.flat()
             }
-            None => n.clone(),
+            _ => n.clone(),
         };
         let shape = inputs.x.shape().to_vec();
-        let saved = Saved { shape: shape.clone(), n, rho, gain: params.map(|[gain, _]| gain.clone()) };
+        let saved = Saved { shape: shape.clone(), n, rho, gain: params.gain.cloned() };
         Ok((Outputs { y: self.adopt(y, &shape) }, saved))
     }
 
@@ -151,28 +145,20 @@ impl<T: Scalar> LayerNorm for Reference<T> {
         into: Params<&Tensor<T>>,
     ) -> Result<Grads<Tensor<T>>> {
         const OP: &str = "layer_norm::backward";
-        check_eps(OP, config.eps)?;
-        let mut dims = Dims::new(OP);
-        dims.bind_rows("x", &saved.shape, "N", &["D"])?;
-        dims.bind_rows("y", upstream.y.shape(), "N", &["D"])?;
+        let shapes = into.clone().map(|_, t| t.shape());
+        let of_plus = plus.map(|plus| plus.shape());
+        check_backward(config, &saved.shape, saved.gain.is_some(), upstream.y.shape(), of_plus, shapes)?;
         let dy = self.read(OP, "y", upstream.y)?;
         let dy = dy.rows();
         let gain = saved.gain.as_ref().map(|gain| self.read(OP, "gain", gain)).transpose()?;
         let h = gain.as_ref().map_or_else(|| dy.to_owned(), |gain| &dy * &gain.flat());
         let mut dx = backward(h.view(), saved.n.view(), saved.rho.view());
         if let Some(plus) = plus {
-            dims.bind_rows("plus", plus.shape(), "N", &["D"])?;
             dx += &self.read(OP, "plus", plus)?.rows();
         }
-        let presence = |expected, got| Error::Presence { op: OP, arg: "gain", expected, got };
-        match (pair(OP, into)?, gain) {
-            (Some([gain, bias]), Some(_)) => {
-                self.accumulate(OP, "gain", gain, &sum_of_rows((&dy * &saved.n).view()))?;
-                self.accumulate(OP, "bias", bias, &sum_of_rows(dy))?;
-            }
-            (None, None) => {}
-            (Some(_), None) => return Err(presence("absent because forward had none", "present")),
-            (None, Some(_)) => return Err(presence("present because forward had one", "absent")),
+        if let (Some(gain), Some(bias)) = (into.gain, into.bias) {
+            self.accumulate(OP, "gain", gain, &sum_of_rows((&dy * &saved.n).view()))?;
+            self.accumulate(OP, "bias", bias, &sum_of_rows(dy))?;
         }
         Ok(Grads { dx: self.adopt(dx, &saved.shape) })
     }
@@ -221,12 +207,58 @@ pub(crate) fn check_eps(op: &'static str, eps: f64) -> Result<()> {
     })
 }
 
-/// Gain and bias, both or neither.
-fn pair<X>(op: &'static str, params: Params<X>) -> Result<Option<[X; 2]>> {
+/// Refuses what [`LayerNorm::forward`] refuses of its config and its shapes, on every backend; binds N and D.
+///
+/// # Errors
+/// Those of the trait.
+pub fn check_forward(config: &Config, inputs: Inputs<&[usize]>, params: Params<&[usize]>) -> Result<Dims> {
+    const OP: &str = "layer_norm::forward";
+    check_eps(OP, config.eps)?;
+    let mut dims = Dims::new(OP);
+    dims.bind_rows("x", inputs.x, "N", &["D"])?;
+    dims.positive(&["D"])?;
+    bind_pair(OP, &mut dims, params)?;
+    Ok(dims)
+}
+
+/// The same of [`LayerNorm::backward`]: `x` is the shape that forward had, `affine` whether it had gain and bias.
+///
+/// # Errors
+/// Those of the trait.
+pub fn check_backward(
+    config: &Config,
+    x: &[usize],
+    affine: bool,
+    y: &[usize],
+    plus: Option<&[usize]>,
+    into: Params<&[usize]>,
+) -> Result<Dims> {
+    const OP: &str = "layer_norm::backward";
+    check_eps(OP, config.eps)?;
+    let mut dims = Dims::new(OP);
+    dims.bind_rows("x", x, "N", &["D"])?;
+    dims.bind_rows("y", y, "N", &["D"])?;
+    if let Some(plus) = plus {
+        dims.bind_rows("plus", plus, "N", &["D"])?;
+    }
+    let presence = |expected, got| Err(Error::Presence { op: OP, arg: "gain", expected, got });
+    match (bind_pair(OP, &mut dims, into)?, affine) {
+        (true, false) => presence("absent because forward had none", "present"),
+        (false, true) => presence("present because forward had one", "absent"),
+        _ => Ok(dims),
+    }
+}
+
+/// Whether there are gain and bias: both, of D elements each, or neither.
+fn bind_pair(op: &'static str, dims: &mut Dims, params: Params<&[usize]>) -> Result<bool> {
     let lonely = |arg, expected| Err(Error::Presence { op, arg, expected, got: "absent" });
     match (params.gain, params.bias) {
-        (Some(gain), Some(bias)) => Ok(Some([gain, bias])),
-        (None, None) => Ok(None),
+        (Some(gain), Some(bias)) => {
+            dims.bind("gain", gain, &["D"])?;
+            dims.bind("bias", bias, &["D"])?;
+            Ok(true)
+        }
+        (None, None) => Ok(false),
         (Some(_), None) => lonely("bias", "present because `gain` is"),
         (None, Some(_)) => lonely("gain", "present because `bias` is"),
     }

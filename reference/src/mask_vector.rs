@@ -108,11 +108,7 @@ impl<T: Scalar> MaskVector for Reference<T> {
         params: Params<&Tensor<T>>,
     ) -> Result<(Outputs<Tensor<T>>, Saved)> {
         const OP: &str = "mask_vector::forward";
-        let mut dims = Dims::new(OP);
-        dims.bind_rows("x", inputs.x.shape(), "N", &["D"])?;
-        dims.bind_rows("mask", inputs.mask.shape(), "N", &[])?;
-        dims.bind("vector", params.vector.shape(), &["D"])?;
-        dims.positive(&["D"])?;
+        check_forward(inputs.clone().map(|_, t| t.shape()), params.vector.shape())?;
         let mask = self.read_mask(OP, "mask", inputs.mask)?;
         let x = self.read(OP, "x", inputs.x)?;
         let vector = self.read(OP, "vector", params.vector)?;
@@ -130,10 +126,7 @@ impl<T: Scalar> MaskVector for Reference<T> {
         into: Params<&Tensor<T>>,
     ) -> Result<Grads<Tensor<T>>> {
         const OP: &str = "mask_vector::backward";
-        let mut dims = Dims::new(OP);
-        dims.bind_rows("x", &saved.shape, "N", &["D"])?;
-        dims.bind_rows("y", upstream.y.shape(), "N", &["D"])?;
-        dims.bind("vector", into.vector.shape(), &["D"])?;
+        check_backward(&saved.shape, upstream.y.shape(), into.vector.shape())?;
         let dy = self.read(OP, "y", upstream.y)?;
         let (dx, dvector) = backward(dy.rows(), &saved.mask);
         self.accumulate(OP, "vector", into.vector, &dvector)?;
@@ -166,6 +159,31 @@ impl<B: MaskVector> MaskVector for Checked<B> {
         self.finite("mask_vector::backward", upstream.clone().named())?;
         self.0.backward(config, saved, upstream, into)
     }
+}
+
+/// Refuses what [`MaskVector::forward`] refuses of its shapes, on every backend; binds N and D.
+///
+/// # Errors
+/// Those of the trait.
+pub fn check_forward(inputs: Inputs<&[usize]>, vector: &[usize]) -> Result<Dims> {
+    let mut dims = Dims::new("mask_vector::forward");
+    dims.bind_rows("x", inputs.x, "N", &["D"])?;
+    dims.bind_rows("mask", inputs.mask, "N", &[])?;
+    dims.bind("vector", vector, &["D"])?;
+    dims.positive(&["D"])?;
+    Ok(dims)
+}
+
+/// The same of [`MaskVector::backward`]: `x` is the shape that forward had.
+///
+/// # Errors
+/// Those of the trait.
+pub fn check_backward(x: &[usize], y: &[usize], vector: &[usize]) -> Result<Dims> {
+    let mut dims = Dims::new("mask_vector::backward");
+    dims.bind_rows("x", x, "N", &["D"])?;
+    dims.bind_rows("y", y, "N", &["D"])?;
+    dims.bind("vector", vector, &["D"])?;
+    Ok(dims)
 }
 
 fn forward<T: Scalar>(x: ArrayView2<'_, T>, mask: &[bool], vector: ArrayView1<'_, T>) -> Array2<T> {

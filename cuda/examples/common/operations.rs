@@ -115,21 +115,26 @@ pub struct Operation<R: Engine> {
 pub type Prepare<R> = fn(&mut Draw<'_, R>, &Sizes) -> Result<Operation<R>>;
 
 /// Every operation by its stem, in alphabetical order.
-pub fn all<R: Engine>() -> [(&'static str, Prepare<R>); 23] {
+pub fn all<R: Engine>() -> [(&'static str, Prepare<R>); 28] {
     [
         ("adamw", adamw),
         ("blend", blend),
         ("controller", controller),
         ("cross_entropy", cross_entropy),
         ("decay_gate", decay_gate),
+        ("ema", objective::ema),
         ("embedding", embedding),
         ("engram", memory::engram),
         ("engram_hash", memory::engram_hash),
         ("expert", expert),
         ("gated_rms_norm", gated_rms_norm),
+        ("jepa", objective::jepa),
         ("kda", kda),
+        ("koleo", objective::koleo),
         ("l2_norm", l2_norm),
+        ("layer_norm", objective::layer_norm),
         ("linear", linear),
+        ("mask_vector", objective::mask_vector),
         ("muon", muon),
         ("record", record),
         ("residual", residual),
@@ -170,6 +175,8 @@ macro_rules! call {
 }
 
 mod memory;
+/// The operations of the JEPA objective; it uses the macro above.
+mod objective;
 
 /// A tensor of zeros that sums are added to, by name.
 fn zeros<R: Engine>(b: &Device<R>, like: &Tensor) -> Result<Tensor> {

@@ -4,10 +4,11 @@
 use cubecl::prelude::*;
 use dormouse_reference::{DType, Result, Tensors};
 
-use super::{Backward, Forward, STATS, Saved, dlogit, exp, finish_row, keeps};
+use super::{Backward, Forward, STATS, Saved, dlogit, exp, finish_row};
 use crate::cube;
 use crate::device::Device;
 use crate::launch::Grid;
+use crate::mask;
 use crate::rows;
 use crate::runtime::Engine;
 use crate::tensor::{Floats, Words};
@@ -64,7 +65,7 @@ fn forward_kernel(
     let mut target = 0usize;
     let mut max = 0.0f32;
     if here {
-        kept = keeps(mask, n, mask_kind);
+        kept = mask::is_set(mask, n, mask_kind);
         target = targets.at(n) as usize;
     }
     let row = n * classes;

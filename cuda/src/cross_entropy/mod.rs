@@ -16,8 +16,9 @@ use dormouse_reference::{Dims, Error, Result};
 use crate::arm::{Arm, Mutant};
 use crate::device::Device;
 use crate::embedding::check_ids;
+use crate::mask;
 use crate::runtime::Engine;
-use crate::tensor::{Floats, Tensor, Words};
+use crate::tensor::{Floats, Tensor};
 
 const STEM: &str = "cross_entropy";
 
@@ -46,17 +47,12 @@ pub struct Saved {
     arm: Arm,
 }
 
-/// How a mask is stored; a number to the kernels.
-const NO_MASK: u32 = 0;
-const WHOLE_MASK: u32 = 1;
-const REAL_MASK: u32 = 2;
-
 /// One forward call, checked.
 struct Forward<'a> {
     logits: &'a Tensor,
     targets: &'a Tensor,
     mask: Option<&'a Tensor>,
-    /// [`NO_MASK`], [`WHOLE_MASK`] or [`REAL_MASK`].
+    /// A number of [`mask`].
     mask_kind: u32,
     rows: usize,
     classes: usize,
@@ -75,20 +71,6 @@ struct Backward<'a> {
     rows: usize,
     classes: usize,
     given: Option<f32>,
-}
-
-/// Whether the mask keeps position `n`.
-#[cube]
-fn keeps(mask: &Words, n: usize, #[comptime] kind: u32) -> bool {
-    let mut word = 1u32;
-    if comptime!(kind != NO_MASK) {
-        word = mask.at(n);
-    }
-    if comptime!(kind == REAL_MASK) {
-        // Without its sign: both zeros mask.
-        word = word % 0x8000_0000u32;
-    }
-    word != 0
 }
 
 /// e^d for d <= 0. Below -87 it would not be a normal number, and some devices do not come down to zero there.
@@ -184,12 +166,11 @@ impl<R: Engine> CrossEntropy for Device<R> {
         dims.bind_rows("logits", logits.shape(), "N", &["C"])?;
         dims.positive(&["C"])?;
         dims.bind_rows("targets", targets.shape(), "N", &[])?;
-        let mut mask_kind = NO_MASK;
         if let Some(mask) = mask {
             dims.bind_rows("mask", mask.shape(), "N", &[])?;
             self.check_life(OP, "mask", mask)?;
-            mask_kind = if mask.dtype.is_float() { REAL_MASK } else { WHOLE_MASK };
         }
+        let mask_kind = mask.map_or(mask::NONE, mask::kind);
         check_ids(self, OP, "targets", targets)?;
         self.check_floats(OP, &[("logits", logits)])?;
         let (rows, classes) = (dims.get("N"), dims.get("C"));

@@ -4,9 +4,10 @@
 use cubecl::prelude::*;
 use dormouse_reference::{DType, Result, Tensors};
 
-use super::{Backward, Forward, STATS, Saved, dlogit, exp, finish_row, keeps};
+use super::{Backward, Forward, STATS, Saved, dlogit, exp, finish_row};
 use crate::device::Device;
 use crate::launch::Grid;
+use crate::mask;
 use crate::runtime::Engine;
 use crate::sum::BLOCK;
 use crate::tensor::{Floats, Words};
@@ -29,7 +30,7 @@ fn rows_kernel(
     if n < rows as usize {
         let row = n * classes;
         let target = targets.at(n) as usize;
-        let kept = keeps(mask, n, mask_kind);
+        let kept = mask::is_set(mask, n, mask_kind);
         let mut max = 0.0f32;
         let mut rest = 0.0f32;
         if kept {
@@ -71,7 +72,7 @@ fn blocks_kernel(
         let mut count = 0u32;
         for n in first..last {
             sum += nll.at(n);
-            if keeps(mask, n, mask_kind) {
+            if mask::is_set(mask, n, mask_kind) {
                 count += 1;
             }
         }

@@ -7,8 +7,7 @@
 //!
 //! | check | red if |
 //! |---|---|
-//! | `gradients` | a parameter tensor's gradient differs from the `f64` reference by more than its band, or a backward pass that belongs to it did not run, or on another arm than its forward pass |
-//! | `gradients engram` | the same with the n-gram memory, whose own gradients vanish if it is cut off |
+//! | `gradients ...` | a parameter tensor's gradient differs from the `f64` reference by more than its band, or a backward pass that belongs to it did not run, or on another arm than its forward pass; with the n-gram memory, also if its gradients do not vanish when it is cut off |
 //! | `fault ...` | the planted fault is *not* noticed by `gradients` |
 //! | `slopes` | the loss does not change along a gradient as fast as the gradient says |
 //! | `losses` | 20 losses of `tiny` leave the band around those of the `f32` reference |
@@ -150,6 +149,7 @@ fn all<B: Backend + Witness>() -> Vec<Check<B>> {
         ("gradients tiny", gradients::tiny),
         ("gradients nano", gradients::nano),
         ("gradients engram", gradients::engram),
+        ("gradients objective", gradients::objective),
         ("fault dg-times-1.01", gradients::decay_gradient_scaled),
         ("fault dt-bias-dropped", gradients::decay_bias_dropped),
         ("fault head-beta-dropped", gradients::head_beta_dropped),
