@@ -7,7 +7,7 @@ use rand_distr::StandardNormal;
 
 use super::{Bands, Lab, Outcome, exact, letters};
 use crate::checkpoint::{State, Tensor};
-use crate::config::{Config, JepaMode, Math, preset};
+use crate::config::{Config, Math, preset};
 use crate::instruments::Witness;
 use crate::learner::ModelLearner;
 use crate::model::{Ablation, Param};
@@ -129,13 +129,6 @@ pub fn nano<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
     let mut config = preset("nano")?;
     config.train.batch_rows = 1;
     config.run.precision = lab.math;
-    Ok(verdict(lab, &config, Ablation::None)?.outcome())
-}
-
-/// `tiny` with the JEPA objective.
-pub fn objective<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
-    let mut config = lab.tiny();
-    config.jepa.mode = JepaMode::Shared;
     Ok(verdict(lab, &config, Ablation::None)?.outcome())
 }
 

@@ -7,7 +7,7 @@
 //!
 //! | check | red if |
 //! |---|---|
-//! | `gradients ...` | a parameter tensor's gradient differs from the `f64` reference by more than its band |
+//! | `gradients` | a parameter tensor's gradient differs from the `f64` reference by more than its band |
 //! | `fault ...` | the planted fault is *not* noticed by `gradients` |
 //! | `slopes` | the loss does not change along a gradient as fast as the gradient says |
 //! | `losses` | 20 losses of `tiny` leave the band around those of the `f32` reference |
@@ -145,7 +145,6 @@ fn all<B: Backend + Witness>() -> Vec<Check<B>> {
     vec![
         ("gradients tiny", gradients::tiny),
         ("gradients nano", gradients::nano),
-        ("gradients objective", gradients::objective),
         ("fault dg-times-1.01", gradients::decay_gradient_scaled),
         ("fault dt-bias-dropped", gradients::decay_bias_dropped),
         ("fault head-beta-dropped", gradients::head_beta_dropped),
