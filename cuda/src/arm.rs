@@ -50,7 +50,7 @@ pub struct Mutant {
     pub name: &'static str,
     /// The arm whose kernels have it.
     pub arm: Arm,
-    /// The gate that must turn red: `diff`, `poison` or `det`. A `null` mutant keeps it green.
+    /// The gate that must turn red: `diff`, `meta`, `poison` or `det`. A `null` mutant keeps it green.
     pub gate: &'static str,
 }
 

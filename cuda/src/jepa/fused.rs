@@ -197,6 +197,7 @@ pub(super) fn forward<R: Engine>(b: &Device<R>, call: &Forward<'_>) -> Result<()
     let mutant = b.mutant(super::STEM);
     let sums = b.float_scratch(&[rows])?;
     let uses = [prediction, teacher, mask, stats, &sums];
+    // As if every row were masked: the host does not know.
     let bytes = uses.iter().map(|t| t.bytes()).sum();
     b.launch("jepa::forward", Grid::cubes(rows, cube::UNITS), bytes, &uses, |client, count, dim| {
         let [prediction, teacher, stats, sums] = [prediction, teacher, stats, &sums].map(|t| b.floats(t));

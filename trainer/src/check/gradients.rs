@@ -8,7 +8,7 @@ use rand_distr::StandardNormal;
 
 use super::{Bands, Lab, Outcome, exact, letters};
 use crate::checkpoint::{State, Tensor};
-use crate::config::{Config, Engram, JepaMode, Math, preset};
+use crate::config::{Config, Engram, Math, preset};
 use crate::instruments::{Engagement, Witness};
 use crate::learner::ModelLearner;
 use crate::model::{Ablation, Param};
@@ -163,13 +163,6 @@ pub fn engram<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
         return Ok(Outcome::Fail(format!("without a memory {cut:?} have no gradient, expected {memory:?}")));
     }
     Ok(whole)
-}
-
-/// `tiny` with the JEPA objective.
-pub fn objective<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
-    let mut config = lab.tiny();
-    config.jepa.mode = JepaMode::Shared;
-    Ok(verdict(lab, &config, Ablation::None)?.outcome())
 }
 
 /// A fault must be noticed; `Pass` says by how much.

@@ -149,7 +149,6 @@ fn all<B: Backend + Witness>() -> Vec<Check<B>> {
         ("gradients tiny", gradients::tiny),
         ("gradients nano", gradients::nano),
         ("gradients engram", gradients::engram),
-        ("gradients objective", gradients::objective),
         ("fault dg-times-1.01", gradients::decay_gradient_scaled),
         ("fault dt-bias-dropped", gradients::decay_bias_dropped),
         ("fault head-beta-dropped", gradients::head_beta_dropped),
