@@ -3,10 +3,10 @@
 //! Saved: handles of what went in, what was looked up and projected, and three numbers a position: the scales of key
 //! and query, and the score. The gate and its slope come from the score again.
 //!
-//! The products take every precision, in both arms, but for the one that gives the key: it is f32 always. The slope of
-//! the signed root is steepest at a score of zero, where it enlarges an error of the score by 1 / (2 gate_eps), 50 in
-//! the model. With the key's operands in bf16 a gradient errs by a hundredth where it usually errs by a quarter of
-//! that, and by a tenth in one batch of a hundred (docs/adr/0014). Everything else is f32.
+//! The four products of backward take every precision, in both arms. The two of forward are f32 always, since what they
+//! give ends in one number a position, the gate or its gradient, that scales the whole of it. The slope of the signed
+//! root is steepest at a score of zero, where it enlarges an error of the score by 1 / (2 gate_eps), 50 in the model
+//! (docs/adr/0014). Everything else is f32.
 //!
 //! The gradient of the table is summed row by row in the order that the caller gives, so nothing is atomic and rows
 //! that no place names are not touched.
@@ -203,11 +203,7 @@ impl<R: Engine> Engram for Device<R> {
             Arm::Plain => plain::gather(self, &gather)?,
             Arm::Fused => fused::gather(self, &gather)?,
         }
-        let projections = [
-            ("engram::key", params.key, &key, Precision::Full),
-            ("engram::value", params.value, &value, config.precision),
-        ];
-        for (name, weight, out, precision) in projections {
+        for (name, weight, out) in [("engram::key", params.key, &key), ("engram::value", params.value, &value)] {
             let projection = Product {
                 name,
                 batch: 1,
@@ -218,7 +214,7 @@ impl<R: Engine> Engram for Device<R> {
                 b: matrix(weight, width).plain(),
                 plus: Plus::Nothing,
                 out: matrix(out, width),
-                precision,
+                precision: Precision::Full,
             };
             product(self, arm, &projection)?;
         }
