@@ -76,7 +76,8 @@ fn rows_kernel(
     if comptime!(mutant == 9) {
         if inside {
             let other = prediction.at(n * width);
-            if !(other > -1.0e38f32) {
+            let is_number = other > -1.0e38f32;
+            if !is_number {
                 part = other;
             }
         }

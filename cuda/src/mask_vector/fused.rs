@@ -61,7 +61,8 @@ fn forward_kernel(
                     }
                     if comptime!(mutant == 7) {
                         let other = x.at(at);
-                        if !(other > -1.0e38f32) {
+                        let is_number = other > -1.0e38f32;
+                        if !is_number {
                             value = other;
                         }
                     }
