@@ -141,7 +141,8 @@ fn short_conv_with_many_tokens_and_channels() {
 /// A mask of whole numbers in which about one row in `one_in` is set, in runs.
 fn mask<B: Tensors>(b: &B, rows: usize, one_in: usize) -> B::Tensor {
     let tensor = b.persistent(&[rows], DType::U8).unwrap();
-    let set = |n: usize| f64::from(u8::from((n / 5).wrapping_mul(2_654_435_761) % 65_521 % one_in == 0));
+    let run = |n: usize| (n / 5).wrapping_mul(2_654_435_761) % 65_521;
+    let set = |n: usize| f64::from(u8::from(run(n).is_multiple_of(one_in)));
     b.upload(Array::from_shape_fn(rows, set).into_dyn().view(), &tensor).unwrap();
     tensor
 }
