@@ -27,8 +27,16 @@ use std::rc::Rc;
 use proc_macro2::{Delimiter, Spacing, TokenStream, TokenTree};
 
 /// Files of `harness/src` that decide whether a device's gate is green.
-const JUDGES: [&str; 7] =
-    ["compare.rs", "draw.rs", "tolerance.rs", "gates/det.rs", "gates/diff.rs", "gates/mod.rs", "gates/poison.rs"];
+const JUDGES: [&str; 8] = [
+    "compare.rs",
+    "draw.rs",
+    "tolerance.rs",
+    "gates/det.rs",
+    "gates/diff.rs",
+    "gates/meta.rs",
+    "gates/mod.rs",
+    "gates/poison.rs",
+];
 
 /// Files of `cuda/src` that no kernel's result depends on: the lists of operations, and what embeds receipts.
 const NO_KERNELS: [&str; 4] = ["lib.rs", "arm.rs", "gpu.rs", "receipts.rs"];

@@ -69,7 +69,8 @@ fn update_kernel(
                         value = renamed;
                     }
                     if comptime!(mutant == 6) {
-                        value = (1.0f32 - take) * t + take * online.at(i);
+                        // Two shares that miss 1 by two units in the last place: an error that only a law can see.
+                        value = 0.9999998f32 * (1.0f32 - take) * t + take * online.at(i);
                     }
                     teacher.set(i, value);
                 }

@@ -25,7 +25,7 @@ pub(crate) const MUTANTS: &[Mutant] = &[
     Mutant::fused("outside-moves-too"),
     Mutant::fused("null-renamed-local"),
     Mutant::fused("last-element-missed"),
-    Mutant { name: "shares-apart", arm: Arm::Fused, gate: "meta" },
+    Mutant { name: "shares-miss-one", arm: Arm::Fused, gate: "meta" },
 ];
 
 /// 1 - momentum, rounded once: in f32 the difference would keep few digits.

@@ -74,6 +74,9 @@ fn backward_kernel(
             if affine {
                 h *= gain.at(d);
             }
+            // Rounded here, once: a compiler that merged this product into the difference below would subtract a rounded
+            // mean from an exact product, and a row of one element would not give zero.
+            dx.set(row + d, h);
             sum += h;
             product += h * normalised(x, stats, n, d, width);
         }
@@ -81,10 +84,7 @@ fn backward_kernel(
         let along = product / f32::cast_from(width as u32);
         let rho = stats.at(n * comptime!(STATS) + 1);
         for d in 0..width {
-            let mut h = dy.at(row + d);
-            if affine {
-                h *= gain.at(d);
-            }
+            let h = dx.at(row + d);
             dx.set(row + d, rho * (h - mean - normalised(x, stats, n, d, width) * along));
         }
     }
