@@ -24,6 +24,15 @@ fn train<'a>(name: &'a str, more: &[&'a str]) -> Vec<&'a str> {
     train_on("lavapipe", name, more)
 }
 
+/// The arguments with the values of some flags replaced.
+fn with<'a>(mut arguments: Vec<&'a str>, values: &[(&str, &'a str)]) -> Vec<&'a str> {
+    for (flag, value) in values {
+        let at = arguments.iter().position(|word| word == flag).expect("it is given") + 1;
+        arguments[at] = value;
+    }
+    arguments
+}
+
 /// Arguments of a short run.
 fn train_on<'a>(backend: &'a str, name: &'a str, more: &[&'a str]) -> Vec<&'a str> {
     let mut arguments = vec!["train", "--preset", "tiny", "--name", name, "--steps", "8", "--backend", backend];
@@ -61,7 +70,8 @@ fn movers(atlas: &str) -> Vec<&str> {
 #[test]
 fn a_kernel_that_only_moves_values_is_seen() {
     let row = |stage: &str, op: &str, kernel: &str| format!("{stage:<18} {op:<16} {kernel:<32} 1.0 0.0 0 0.0 0.0");
-    let healthy = [row("backward", "kda", "kda::grads"), row("student forward", "fill", "fill"), row("loss", "copy", "copy")];
+    let healthy =
+        [row("backward", "kda", "kda::grads"), row("student forward", "fill", "fill"), row("loss", "copy", "copy")];
     assert_eq!(movers(&healthy.join("\n")), Vec::<&str>::new());
     for fault in [
         row("student forward", "kda", "kda::relayout"),
@@ -81,12 +91,12 @@ fn on_a_gpu_two_processes_are_equal_and_a_killed_run_goes_on_to_the_bit() {
         return;
     }
     let place = Place::new();
-    let long = ["--steps", "400", "--save-every", "20", "--unverified"];
+    let long = |name| with(train_on("cuda", name, &["--unverified"]), &[("--steps", "400"), ("--save-every", "20")]);
     for name in ["first", "second"] {
-        place.run(&train_on("cuda", name, &long)).expect(0, &[]);
+        place.run(&long(name)).expect(0, &[]);
     }
     assert_eq!(state(&place, "first"), state(&place, "second"));
-    let child = place.spawn(&train_on("cuda", "killed", &long));
+    let child = place.spawn(&long("killed"));
     process::wait_for(&place.path("runs/killed/checkpoints/step_000040"));
     process::signal(&child, libc::SIGKILL);
     assert_eq!(process::Done::of(child.wait_with_output().unwrap()).code, None, "killed");
@@ -130,27 +140,23 @@ fn the_objective_trains_on_kernels_and_goes_on_to_the_bit_with_its_teacher() {
         return;
     }
     let place = Place::new();
-    let with = |name, backend, more| {
-        let mut arguments = train(name, more);
+    let run = |name, backend, more| {
         // Rows must have room for a span.
-        for (flag, value) in [("--seq", "48"), ("--backend", backend)] {
-            let at = arguments.iter().position(|word| *word == flag).expect("it is given") + 1;
-            arguments[at] = value;
-        }
+        let mut arguments = with(train_on(backend, name, more), &[("--seq", "48")]);
         arguments.extend(["--set", "jepa.mode=shared"]);
         place.run(&arguments)
     };
-    let whole = with("whole", "lavapipe", &["--unverified"]);
+    let whole = run("whole", "lavapipe", &["--unverified"]);
     whole.expect(0, &["UNVERIFIED"]);
     assert!(whole.out.contains("engagement: 23 operations, 23 fused"), "{}", whole.out);
-    with("half", "lavapipe", &["--unverified", "--stop-at-step", "4"]).expect(0, &["UNVERIFIED"]);
+    run("half", "lavapipe", &["--unverified", "--stop-at-step", "4"]).expect(0, &["UNVERIFIED"]);
     place.run(&["train", "--resume", "runs/half"]).expect(0, &["UNVERIFIED"]);
     let (half, whole) = (state(&place, "half"), state(&place, "whole"));
     assert!(whole.teacher.contains_key("kda.q") && whole.teacher != whole.weights);
     assert_eq!(half, whole);
 
     // The first step is the reference's, within the bands of `dormouse check` in f32.
-    with("cpu", "cpu", &["--stop-at-step", "1"]).expect(0, &[]);
+    run("cpu", "cpu", &["--stop-at-step", "1"]).expect(0, &[]);
     let first = |name: &str| -> Value {
         let metrics = std::fs::read_to_string(place.path("runs").join(name).join("metrics.jsonl")).unwrap();
         serde_json::from_str(metrics.lines().find(|line| line.contains("\"step\":1,")).unwrap()).unwrap()

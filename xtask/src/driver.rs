@@ -43,7 +43,9 @@ pub fn provide() {
     let line = format!("apt-get install -y {}", PACKAGES.join(" "));
     match action(named || FOLDERS.iter().any(|folder| has_driver(Path::new(folder))), root, apt) {
         Action::Nothing => {}
-        Action::Say => eprintln!("no software Vulkan driver, so kernels will not run (NOTRUN); install it: sudo {line}"),
+        Action::Say => {
+            eprintln!("no software Vulkan driver, so kernels will not run (NOTRUN); install it: sudo {line}")
+        }
         Action::Install => {
             eprintln!("no software Vulkan driver; installing it: {line}");
             let run = |arguments: &[&str]| Command::new("apt-get").args(arguments).status().is_ok_and(|s| s.success());

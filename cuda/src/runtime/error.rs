@@ -60,7 +60,8 @@ pub enum Error {
     /// The device has no memory of that size left.
     #[error(
         "out of device memory: need {need} B, free {free} B of {total} B; this process holds {}; lower the batch or \
-         free the device (`nvidia-smi` lists who uses it)", buffers(held)
+         free the device (`nvidia-smi` lists who uses it)",
+        buffers(held)
     )]
     OutOfMemory {
         /// Bytes asked for.

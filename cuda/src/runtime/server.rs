@@ -148,7 +148,12 @@ impl Shared {
     /// That there is no memory for `need` more bytes.
     pub fn out_of_memory(&self, need: u64) -> Error {
         let (free, total) = cu::mem_get_info().unwrap_or((0, 0));
-        Error::OutOfMemory { need, free: free as u64, total: total as u64, held: lock(&self.held).values().copied().collect() }
+        Error::OutOfMemory {
+            need,
+            free: free as u64,
+            total: total as u64,
+            held: lock(&self.held).values().copied().collect(),
+        }
     }
 
     fn is_capturing(&self) -> bool {

@@ -174,7 +174,9 @@ pub fn graph<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
     if eagerly.is_empty() || eagerly != as_nodes {
         let differs = |(name, count): &&(&str, u64)| !eagerly.contains(&(*name, *count));
         let first = as_nodes.iter().find(differs);
-        return Ok(Outcome::Fail(format!("nodes are counted as {first:?}, which is not what ran eagerly: {eagerly:?}")));
+        return Ok(Outcome::Fail(format!(
+            "nodes are counted as {first:?}, which is not what ran eagerly: {eagerly:?}"
+        )));
     }
     Ok(same(&replayed, &eager, "as a graph"))
 }
