@@ -271,6 +271,11 @@ pub struct Loaded {
 pub fn load(folder: &Path) -> Result<Loaded, CheckpointError> {
     let damaged = |problem: String| CheckpointError::Damaged { path: folder.to_owned(), problem };
     let (manifest, contents) = read_checked(folder)?;
+    // The manifest has no checksum of its own; a step that it got wrong would skip batches or repeat them.
+    let name = folder.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+    if name.starts_with("step_") && name != folder_name(manifest.next_step) {
+        return Err(damaged(format!("manifest.json says step {}", manifest.next_step)));
+    }
     let tensors = |name: &str| match contents.get(name) {
         Some(bytes) => state::from_safetensors(bytes).map_err(|error| damaged(format!("{name}: {error}"))),
         None => Ok(BTreeMap::new()),

@@ -46,6 +46,22 @@ fn steps(parent: &Path) -> Vec<u64> {
 }
 
 #[test]
+fn a_manifest_of_another_step_than_its_folder_is_damaged() {
+    let folder = tempfile::tempdir().unwrap();
+    for step in [100, 200] {
+        save(folder.path(), &state(step), &facts(step, None)).unwrap();
+    }
+    let path = folder.path().join("step_000200/manifest.json");
+    let text = std::fs::read_to_string(&path).unwrap();
+    let other = text.replace("\"next_step\": 200", "\"next_step\": 201");
+    assert_ne!(other, text);
+    std::fs::write(&path, other).unwrap();
+    let found = newest_good(folder.path()).unwrap();
+    assert_eq!(found.loaded.manifest.next_step, 100);
+    assert!(found.skipped[0].contains("manifest.json says step 201"), "{:?}", found.skipped);
+}
+
+#[test]
 fn what_is_saved_is_loaded_bit_for_bit() {
     let folder = tempfile::tempdir().unwrap();
     let path = save(folder.path(), &state(200), &facts(200, Some(1.5))).unwrap();
