@@ -194,6 +194,9 @@ fn run(args: &Args) -> Result<ExitCode> {
         bail!("no mutant `{}`; list them with --mutants", args.mutant.as_deref().unwrap_or_default());
     }
     let reports = walk.reports;
+    if let (Some(mutant), true) = (&args.mutant, reports.is_empty()) {
+        bail!("--mutant {mutant}: none of the chosen backends, arms and gates can have it; --mutants says where it is");
+    }
     let code = summary(args, &context, &reports);
     Ok(code)
 }

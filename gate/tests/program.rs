@@ -85,3 +85,10 @@ fn a_gate_that_cannot_run_is_counted_and_never_as_passed() {
     assert!(out.status.success() && text.contains("PASS 0 FAIL 0 NOTRUN 2"), "{text}");
     assert!(required.status.code() == Some(1) && of_required.contains("FAIL --require lavapipe"), "{of_required}");
 }
+
+#[test]
+fn a_mutant_of_another_backend_is_not_said_to_survive() {
+    let out = gate(&["rms_norm", "--mutant", "dx-zero", "--backend", "cuda", "--random", "0"]);
+    assert_eq!(out.status.code(), Some(2), "{}", text(&out.stdout));
+    assert!(text(&out.stderr).contains("--mutant dx-zero: none of the chosen"), "{}", text(&out.stderr));
+}
