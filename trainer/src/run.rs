@@ -121,9 +121,7 @@ impl RunFolder {
 
     /// When training last started here, as it was noted; empty if the note is gone.
     fn last_start(&self) -> String {
-        let stored = std::fs::read_to_string(self.path.join("run.json")).unwrap_or_default();
-        let starts: Vec<Value> = serde_json::from_str(&stored).unwrap_or_default();
-        starts.last().and_then(|start| start["started"].as_str()).unwrap_or_default().to_owned()
+        self.starts().last().and_then(|start| start["started"].as_str()).unwrap_or_default().to_owned()
     }
 
     /// Where it lies.

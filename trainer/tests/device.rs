@@ -48,6 +48,18 @@ fn state(place: &Place, name: &str) -> State {
     newest_good(&place.path("runs").join(name).join("checkpoints")).unwrap().loaded.state
 }
 
+/// A run's held-out score on the backend it was trained on is that on the reference.
+fn scores_alike_on_the_cpu(place: &Place, run: &str) {
+    let bits = |more: &[&str]| -> f64 {
+        let done = place.run(&[&["eval", run], more].concat());
+        done.expect(0, &[]);
+        let words = done.out.split_whitespace().find_map(|word| word.strip_prefix("model=").map(str::to_owned));
+        words.unwrap().parse().unwrap()
+    };
+    let (there, here) = (bits(&[]), bits(&["--backend", "cpu"]));
+    assert!((there - here).abs() <= 2e-4, "{run}: {there} and {here}");
+}
+
 fn json(place: &Place, path: &str) -> Value {
     serde_json::from_str(&std::fs::read_to_string(place.path(path)).unwrap()).unwrap()
 }
@@ -218,14 +230,7 @@ fn a_run_counts_what_it_does_marks_it_and_goes_on_to_the_bit() {
     place.run(&other).expect(0, &[]);
 
     // A trained model can be used where its device is not.
-    let bits = |arguments: &[&str]| -> f64 {
-        let done = place.run(arguments);
-        done.expect(0, &[]);
-        let words = done.out.split_whitespace().find_map(|word| word.strip_prefix("model=").map(str::to_owned));
-        words.unwrap().parse().unwrap()
-    };
-    let (there, here) = (bits(&["eval", "runs/whole"]), bits(&["eval", "runs/whole", "--backend", "cpu"]));
-    assert!((there - here).abs() <= 2e-4, "{there} and {here}");
+    scores_alike_on_the_cpu(&place, "runs/whole");
 }
 
 /// The updates of every row of the n-gram table, and its values, wherever the run has it.
@@ -279,14 +284,7 @@ fn a_run_with_a_memory_goes_on_to_the_bit_wherever_its_table_lies() {
 
     // What a device has learnt can be read where it is not, from either place.
     for run in ["runs/device", "runs/host"] {
-        let bits = |more: &[&str]| -> f64 {
-            let done = place.run(&[&["eval", run], more].concat());
-            done.expect(0, &[]);
-            let words = done.out.split_whitespace().find_map(|word| word.strip_prefix("model=").map(str::to_owned));
-            words.unwrap().parse().unwrap()
-        };
-        let (there, here) = (bits(&[]), bits(&["--backend", "cpu"]));
-        assert!((there - here).abs() <= 2e-4, "{run}: {there} and {here}");
+        scores_alike_on_the_cpu(&place, run);
     }
 }
 

@@ -102,9 +102,9 @@ impl Verdict {
 /// arm that is asked for.
 fn ran(account: &Engagement, arm: Option<Arm>) -> Vec<String> {
     let mut problems = account.problems();
+    let Some(arm) = arm else { return problems };
+    let other = usize::from(arm == Arm::Plain);
     for row in account.rows.iter().filter(|row| row.grad) {
-        let Some(arm) = arm else { continue };
-        let other = usize::from(arm == Arm::Plain);
         let (forward, backward) = (row.forward[other], row.backward[other]);
         if forward + backward > 0 {
             let stem = row.stem;
