@@ -2,28 +2,16 @@
 //! a launch takes, sides beyond a tile. The gates' cases are smaller. Where no adapter answers, every test says so and why.
 
 mod common;
+#[path = "common/draw.rs"]
+mod draw;
 
 use dormouse_cuda::{Arm, Gpu};
 use dormouse_reference::muon::{self, Batching, Matrix, Muon};
 use dormouse_reference::retract::{self, Retract};
 use dormouse_reference::retract_all::{self, Factor, RetractAll};
 use dormouse_reference::{Reference, Tensors};
-use ndarray::{Array, ArrayD, IxDyn};
-
-/// Values without a pattern between -1 and 1, which f32 holds exactly.
-fn values(len: usize, seed: u64) -> ArrayD<f64> {
-    let mut state = seed;
-    Array::from_shape_simple_fn(IxDyn(&[len]), || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 44) as f64 / f64::from(1 << 19) - 1.0
-    })
-}
-
-fn put<B: Tensors>(b: &B, values: &ArrayD<f64>) -> B::Tensor {
-    let tensor = b.persistent(values.shape(), b.float()).unwrap();
-    b.upload(values.view(), &tensor).unwrap();
-    tensor
-}
+use draw::{put, values};
+use ndarray::{ArrayD, IxDyn};
 
 /// Entries one behind another with an element of nobody between them: shape, heads.
 fn table(shapes: &[([usize; 3], usize)]) -> (Vec<Matrix>, usize) {
@@ -39,7 +27,7 @@ fn table(shapes: &[([usize; 3], usize)]) -> (Vec<Matrix>, usize) {
 
 /// Parameters and momentum after one update from the same beginnings.
 fn moved<B: Muon>(b: &B, config: &muon::Config, len: usize) -> [ArrayD<f64>; 2] {
-    let [params, grads, m] = [1, 2, 3].map(|seed| put(b, &values(len, seed)));
+    let [params, grads, m] = [1, 2, 3].map(|seed| put(b, &values(&[len], seed)));
     let [lr, apply] = [0.25, 1.0].map(|x| put(b, &ArrayD::from_elem(IxDyn(&[1]), x)));
     let state = muon::State { params: &params, grads: &grads, m: &m };
     Muon::update(b, config, state, muon::Scalars { lr: &lr, apply: &apply }).unwrap();
@@ -160,7 +148,7 @@ fn the_update_of_the_benchmark_model_is_the_reference_in_its_share_of_nodes() {
     let mut got = None;
     let of_muon = launches(&b, |b| got = Some(moved(b, &config, len)));
     let want = moved(&Reference::<f32>::new(), &config, len);
-    let before = values(len, 1);
+    let before = values(&[len], 1);
     let got = got.expect("it ran");
     // The weights move by the update and the decay; what gate `diff` allows, relative to the move.
     let square = |x: &ArrayD<f64>| x.iter().map(|x| x * x).sum::<f64>().sqrt();
@@ -187,7 +175,7 @@ const RETRACTED: retract::Config = retract::Config { iterations: 4, power_iterat
 
 /// Parameters and spreads after one call.
 fn retracted(b: &Gpu, factors: &[Factor], len: usize) -> [ArrayD<f64>; 2] {
-    let (params, apply) = (put(b, &values(len, 7)), put(b, &ArrayD::ones(IxDyn(&[1]))));
+    let (params, apply) = (put(b, &values(&[len], 7)), put(b, &ArrayD::ones(IxDyn(&[1]))));
     let retract::Config { iterations, power_iterations } = RETRACTED;
     let config = retract_all::Config { iterations, power_iterations, factors: factors.to_vec() };
     let spreads = RetractAll::update(b, &config, &params, &apply).unwrap().spreads;
@@ -203,7 +191,7 @@ fn a_factor_has_the_bits_it_has_alone() {
         let Some(b) = common::device() else { return };
         b.set_arms(arm);
         let [together, spreads] = retracted(&b, &all, len);
-        let (params, apply) = (put(&b, &values(len, 7)), put(&b, &ArrayD::ones(IxDyn(&[1]))));
+        let (params, apply) = (put(&b, &values(&[len], 7)), put(&b, &ArrayD::ones(IxDyn(&[1]))));
         for (f, Factor { start, shape }) in all.iter().enumerate() {
             let factor = b.view(&params, *start, shape).unwrap();
             let spread = Retract::update(&b, &RETRACTED, &factor, &apply).unwrap().spread;
@@ -211,6 +199,6 @@ fn a_factor_has_the_bits_it_has_alone() {
         }
         let apart = b.download(&params).unwrap();
         assert!(apart.iter().zip(&together).all(|(x, y)| x.to_bits() == y.to_bits()), "{arm}");
-        assert!(apart != values(len, 7), "{arm}");
+        assert!(apart != values(&[len], 7), "{arm}");
     }
 }

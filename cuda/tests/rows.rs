@@ -3,6 +3,8 @@
 //! are smaller.
 
 mod common;
+#[path = "common/draw.rs"]
+mod draw;
 
 use dormouse_cuda::Arm;
 use dormouse_reference::decay_gate::{self, DecayGate, Kind};
@@ -15,21 +17,12 @@ use dormouse_reference::layer_norm::{self, LayerNorm};
 use dormouse_reference::mask_vector::{self, MaskVector};
 use dormouse_reference::short_conv::{self, ShortConv};
 use dormouse_reference::{DType, Reference, Tensors};
-use ndarray::{Array, ArrayD, IxDyn};
+use draw::{put, values};
+use ndarray::{Array, ArrayD};
 
-/// Values without a pattern between -1 and 1, which f32 holds exactly.
-fn values(shape: &[usize], seed: u64) -> ArrayD<f64> {
-    let mut state = seed;
-    Array::from_shape_simple_fn(IxDyn(shape), || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 44) as f64 / f64::from(1 << 19) - 1.0
-    })
-}
-
-fn put<B: Tensors>(b: &B, shape: &[usize], seed: u64) -> B::Tensor {
-    let tensor = b.persistent(shape, b.float()).unwrap();
-    b.upload(values(shape, seed).view(), &tensor).unwrap();
-    tensor
+/// A tensor of such values.
+fn drawn<B: Tensors>(b: &B, shape: &[usize], seed: u64) -> B::Tensor {
+    put(b, &values(shape, seed))
 }
 
 fn zeros<B: Tensors>(b: &B, shape: &[usize]) -> B::Tensor {
@@ -66,9 +59,9 @@ macro_rules! both_arms {
 fn gates<B: DecayGate>(b: &B, kind: Kind) -> Vec<ArrayD<f64>> {
     let [rows, heads, keys] = [8300, 2, 70];
     let config = decay_gate::Config { kind, beta_scale: 2.0 };
-    let (z, y) = (put(b, &[1, rows, heads, keys], 1), put(b, &[1, rows, heads], 2));
-    let (a_log, dt_bias) = (put(b, &[heads], 3), put(b, &[heads, keys], 4));
-    let (dg, dbeta) = (put(b, &[1, rows, heads, keys], 5), put(b, &[1, rows, heads], 6));
+    let (z, y) = (drawn(b, &[1, rows, heads, keys], 1), drawn(b, &[1, rows, heads], 2));
+    let (a_log, dt_bias) = (drawn(b, &[heads], 3), drawn(b, &[heads, keys], 4));
+    let (dg, dbeta) = (drawn(b, &[1, rows, heads, keys], 5), drawn(b, &[1, rows, heads], 6));
     let (da_log, ddt_bias) = (zeros(b, &[heads]), zeros(b, &[heads, keys]));
     let params = decay_gate::Params { a_log: &a_log, dt_bias: &dt_bias };
     let (out, saved) = b.forward(&config, decay_gate::Inputs { z: &z, y: &y }, params).unwrap();
@@ -86,7 +79,7 @@ fn decay_gate_with_many_rows_and_keys() {
 fn lengths<B: L2Norm>(b: &B) -> Vec<ArrayD<f64>> {
     let shape = [301, 100];
     let config = l2_norm::Config { eps: 1e-6 };
-    let (x, dy) = (put(b, &shape, 1), put(b, &shape, 2));
+    let (x, dy) = (drawn(b, &shape, 1), drawn(b, &shape, 2));
     let (out, saved) = b.forward(&config, l2_norm::Inputs { x: &x }).unwrap();
     let grads = b.backward(&config, &saved, l2_norm::Outputs { y: &dy }).unwrap();
     get(b, &[&out.y, &grads.dx])
@@ -99,8 +92,8 @@ fn l2_norm_with_many_columns() {
 
 fn gated<B: GatedRmsNorm>(b: &B, rows: usize, width: usize) -> Vec<ArrayD<f64>> {
     let config = gated_rms_norm::Config { eps: 1e-5 };
-    let [o, zeta, dy] = [1, 2, 3].map(|seed| put(b, &[rows, width], seed));
-    let (gain, dgain) = (put(b, &[width], 4), zeros(b, &[width]));
+    let [o, zeta, dy] = [1, 2, 3].map(|seed| drawn(b, &[rows, width], seed));
+    let (gain, dgain) = (drawn(b, &[width], 4), zeros(b, &[width]));
     let inputs = gated_rms_norm::Inputs { o: &o, zeta: &zeta };
     let (out, saved) = b.forward(&config, inputs, gated_rms_norm::Params { gain: &gain }).unwrap();
     let into = gated_rms_norm::Params { gain: &dgain };
@@ -117,9 +110,9 @@ fn gated_rms_norm_with_many_rows_and_columns() {
 
 fn convolved<B: ShortConv>(b: &B, [batch, time, channels]: [usize; 3]) -> Vec<ArrayD<f64>> {
     let config = short_conv::Config {};
-    let [x, dy] = [1, 2].map(|seed| put(b, &[batch, time, channels], seed));
-    let [context, dnext] = [3, 4].map(|seed| put(b, &[batch, 3, channels], seed));
-    let (weight, bias) = (put(b, &[4, channels], 5), put(b, &[channels], 6));
+    let [x, dy] = [1, 2].map(|seed| drawn(b, &[batch, time, channels], seed));
+    let [context, dnext] = [3, 4].map(|seed| drawn(b, &[batch, 3, channels], seed));
+    let (weight, bias) = (drawn(b, &[4, channels], 5), drawn(b, &[channels], 6));
     let (dweight, dbias) = (zeros(b, &[4, channels]), zeros(b, &[channels]));
     let inputs = short_conv::Inputs { x: &x, context: Some(&context) };
     let params = short_conv::Params { weight: &weight, bias: Some(&bias) };
@@ -149,9 +142,9 @@ fn mask<B: Tensors>(b: &B, rows: usize, one_in: usize) -> B::Tensor {
 
 fn layer_normed<B: LayerNorm>(b: &B, rows: usize, width: usize) -> Vec<ArrayD<f64>> {
     let config = layer_norm::Config { eps: 1e-5 };
-    let [x, dy, plus] = [1, 2, 3].map(|seed| put(b, &[rows, width], seed));
-    let (gain, bias) = (put(b, &[width], 4), put(b, &[width], 5));
-    let (dgain, dbias) = (put(b, &[width], 6), put(b, &[width], 7));
+    let [x, dy, plus] = [1, 2, 3].map(|seed| drawn(b, &[rows, width], seed));
+    let (gain, bias) = (drawn(b, &[width], 4), drawn(b, &[width], 5));
+    let (dgain, dbias) = (drawn(b, &[width], 6), drawn(b, &[width], 7));
     let params = layer_norm::Params { gain: Some(&gain), bias: Some(&bias) };
     let (out, saved) = b.forward(&config, layer_norm::Inputs { x: &x }, params).unwrap();
     let into = layer_norm::Params { gain: Some(&dgain), bias: Some(&dbias) };
@@ -169,8 +162,8 @@ fn layer_norm_with_many_rows_and_columns() {
 
 fn masked<B: MaskVector>(b: &B, rows: usize, width: usize) -> Vec<ArrayD<f64>> {
     let (config, mask) = (mask_vector::Config {}, mask(b, rows, 3));
-    let (x, dy) = (put(b, &[rows, width], 1), put(b, &[rows, width], 2));
-    let (vector, dvector) = (put(b, &[width], 3), put(b, &[width], 4));
+    let (x, dy) = (drawn(b, &[rows, width], 1), drawn(b, &[rows, width], 2));
+    let (vector, dvector) = (drawn(b, &[width], 3), drawn(b, &[width], 4));
     let inputs = mask_vector::Inputs { x: &x, mask: &mask };
     let (out, saved) = b.forward(&config, inputs, mask_vector::Params { vector: &vector }).unwrap();
     let into = mask_vector::Params { vector: &dvector };
@@ -189,7 +182,7 @@ fn distance<B: Jepa>(b: &B, rows: usize, width: usize) -> Vec<ArrayD<f64>> {
     // Predictions are so large that none comes near its target, which rounding could put on the other side.
     let prediction = zeros(b, &[rows, width]);
     b.upload(values(&[rows, width], 1).mapv(|x| 40.0 * x.signum() + x).view(), &prediction).unwrap();
-    let (teacher, dloss) = (put(b, &[rows, width], 2), put(b, &[1], 3));
+    let (teacher, dloss) = (drawn(b, &[rows, width], 2), drawn(b, &[1], 3));
     let inputs = jepa::Inputs { prediction: &prediction, teacher: &teacher, mask: &mask };
     let (out, saved) = b.forward(&config, inputs).unwrap();
     let grads = b.backward(&config, &saved, jepa::Outputs { loss: &dloss }).unwrap();
@@ -205,7 +198,7 @@ fn jepa_with_many_rows_and_columns() {
 
 fn kept_apart<B: Koleo>(b: &B, limit: usize, rows: usize, width: usize) -> Vec<ArrayD<f64>> {
     let (config, mask) = (koleo::Config { limit, norm_eps: 1e-6, eps: 1e-6 }, mask(b, rows, 3));
-    let (z, plus, dloss) = (put(b, &[rows, width], 1), put(b, &[rows, width], 2), put(b, &[1], 3));
+    let (z, plus, dloss) = (drawn(b, &[rows, width], 1), drawn(b, &[rows, width], 2), drawn(b, &[1], 3));
     let (out, saved) = b.forward(&config, koleo::Inputs { z: &z, mask: &mask }).unwrap();
     let alone = b.backward(&config, &saved, koleo::Outputs { loss: &dloss }, None).unwrap();
     let with = b.backward(&config, &saved, koleo::Outputs { loss: &dloss }, Some(&plus)).unwrap();
@@ -224,7 +217,7 @@ fn koleo_with_many_rows_and_columns() {
 fn followed<B: Ema>(b: &B, ranges: &[(usize, usize)]) -> Vec<ArrayD<f64>> {
     let ranges = ranges.iter().map(|&(start, end)| start..end).collect();
     let config = ema::Config { momentum: 0.75, ranges };
-    let (teacher, online, apply) = (put(b, &[20_000], 1), put(b, &[20_000], 2), zeros(b, &[1]));
+    let (teacher, online, apply) = (drawn(b, &[20_000], 1), drawn(b, &[20_000], 2), zeros(b, &[1]));
     b.fill(&apply, 1.0).unwrap();
     b.update(&config, ema::Inputs { teacher: &teacher, online: &online, apply: &apply }).unwrap();
     get(b, &[&teacher])
