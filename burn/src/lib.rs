@@ -25,7 +25,7 @@
 
 mod adamw;
 mod blend;
-#[cfg(all(debug_assertions, not(test)))]
+#[cfg(debug_assertions)]
 #[doc(hidden)]
 pub mod compiled;
 mod controller;
@@ -61,6 +61,8 @@ mod spectral;
 mod tape;
 
 pub use burn_ndarray::NdArray;
+#[doc(hidden)]
+pub use factor_format::round_column;
 pub use handle::{Burn, Handle};
 pub use tape::Tape;
 
