@@ -15,7 +15,8 @@ use std::ops::Range;
 /// Highest order.
 pub const MAX_ORDER: usize = 6;
 
-/// Training bytes the counts use at most: at 32 bytes of memory a byte, more would outweigh the model it is compared with.
+/// Training bytes the counts use at most: at up to 40 bytes of memory a byte, more would outweigh the model it is compared
+/// with.
 pub const FIT_LIMIT_BYTES: u64 = 32 << 20;
 
 /// Counts of one string length `k`, for strings of `k` bytes packed into the low bits, the oldest highest.
@@ -45,9 +46,9 @@ impl KneserNey {
         // From the longest down: the distinct bytes before a string are the distinct strings one byte longer that end in it.
         let mut longer: Vec<u64> = Vec::new();
         for k in (1..=MAX_ORDER).rev() {
-            let (strings, occurrences) = count_sorted(packed_strings(segments, k));
+            let (strings, occurrences) = count_sorted(packed_strings(segments, k), k);
             let suffixes = longer.iter().map(|string| string & mask(k)).collect();
-            let contexts = align(&strings, count_sorted(suffixes));
+            let contexts = align(&strings, count_sorted(suffixes, k));
             let occurrence_discount = discount(&occurrences);
             let context_discount = discount(&contexts);
             longer.clone_from(&strings);
@@ -121,9 +122,30 @@ fn packed_strings(segments: &[Vec<u8>], k: usize) -> Vec<u64> {
     strings
 }
 
-/// The distinct values in rising order, and how often each occurs.
-fn count_sorted(mut values: Vec<u64>) -> (Vec<u64>, Vec<u32>) {
-    values.sort_unstable();
+/// Sorts values of `k` bytes, by one byte after the other from the lowest: a run should not wait a second for its anchors.
+fn sort(mut values: Vec<u64>, k: usize) -> Vec<u64> {
+    let mut other = vec![0; values.len()];
+    for byte in 0..k {
+        let digit = |value: u64| (value >> (8 * byte)) as usize & 255;
+        let mut next = [0; 256];
+        values.iter().for_each(|&value| next[digit(value)] += 1);
+        let mut start = 0;
+        for place in &mut next {
+            start += std::mem::replace(place, start);
+        }
+        for &value in &values {
+            let place = &mut next[digit(value)];
+            other[*place] = value;
+            *place += 1;
+        }
+        std::mem::swap(&mut values, &mut other);
+    }
+    values
+}
+
+/// The distinct values of `k` bytes in rising order, and how often each occurs.
+fn count_sorted(values: Vec<u64>, k: usize) -> (Vec<u64>, Vec<u32>) {
+    let values = sort(values, k);
     let (mut distinct, mut counts): (Vec<u64>, Vec<u32>) = (Vec::new(), Vec::new());
     for value in values {
         match (distinct.last(), counts.last_mut()) {
