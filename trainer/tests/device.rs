@@ -33,10 +33,10 @@ fn with<'a>(mut arguments: Vec<&'a str>, values: &[(&str, &'a str)]) -> Vec<&'a 
     arguments
 }
 
-/// Arguments of a short run.
+/// Arguments of a short run: three steps before it is stopped and three after. A software device takes a second for one.
 fn train_on<'a>(backend: &'a str, name: &'a str, more: &[&'a str]) -> Vec<&'a str> {
-    let mut arguments = vec!["train", "--preset", "tiny", "--name", name, "--steps", "8", "--backend", backend];
-    arguments.extend(["--batch", "2", "--seq", "20", "--save-every", "4", "--eval-every", "8", "--log-every", "4"]);
+    let mut arguments = vec!["train", "--preset", "tiny", "--name", name, "--steps", "6", "--backend", backend];
+    arguments.extend(["--batch", "2", "--seq", "20", "--save-every", "3", "--eval-every", "6", "--log-every", "3"]);
     for set in ["data.eval_windows=2", "data.eval_bytes=32", "log.sample_bytes=4"] {
         arguments.extend(["--set", set]);
     }
@@ -103,7 +103,8 @@ fn on_a_gpu_two_processes_are_equal_and_a_killed_run_goes_on_to_the_bit() {
         return;
     }
     let place = Place::new();
-    let long = |name| with(train_on("cuda", name, &["--unverified"]), &[("--steps", "400"), ("--save-every", "20")]);
+    let more = [("--steps", "400"), ("--save-every", "20"), ("--eval-every", "8")];
+    let long = |name| with(train_on("cuda", name, &["--unverified"]), &more);
     for name in ["first", "second"] {
         place.run(&long(name)).expect(0, &[]);
     }
@@ -140,10 +141,11 @@ fn what_has_no_kernels_is_refused_before_the_run_starts() {
     refused.expect(1, &["model.format is fp8", "has kernels of f32 only; give --backend cpu"]);
     assert!(!place.path("runs").exists(), "a run folder was made");
     // The gates have kernels in all their options, and Muon has kernels.
-    let muon = ["--set", "optimizer.rule=muon", "--stop-at-step", "1", "--unverified"];
-    Place::new().run(&train("muon", &muon)).expect(0, &[]);
-    let gates = ["--set", "model.gate=softplus", "--set", "model.beta_scale=2", "--stop-at-step", "1", "--unverified"];
-    Place::new().run(&train("gates", &gates)).expect(0, &[]);
+    let mut run = train("options", &["--stop-at-step", "1", "--unverified"]);
+    for set in ["optimizer.rule=muon", "model.gate=softplus", "model.beta_scale=2"] {
+        run.extend(["--set", set]);
+    }
+    place.run(&run).expect(0, &[]);
 }
 
 #[test]
@@ -161,7 +163,7 @@ fn the_objective_trains_on_kernels_and_goes_on_to_the_bit_with_its_teacher() {
     let whole = run("whole", "lavapipe", &["--unverified"]);
     whole.expect(0, &["UNVERIFIED"]);
     assert!(whole.out.contains("engagement: 23 operations, 23 fused"), "{}", whole.out);
-    run("half", "lavapipe", &["--unverified", "--stop-at-step", "4"]).expect(0, &["UNVERIFIED"]);
+    run("half", "lavapipe", &["--unverified", "--stop-at-step", "3"]).expect(0, &["UNVERIFIED"]);
     place.run(&["train", "--resume", "runs/half"]).expect(0, &["UNVERIFIED"]);
     let (half, whole) = (state(&place, "half"), state(&place, "whole"));
     assert!(whole.teacher.contains_key("kda.q") && whole.teacher != whole.weights);
@@ -180,59 +182,6 @@ fn the_objective_trains_on_kernels_and_goes_on_to_the_bit_with_its_teacher() {
     }
 }
 
-#[test]
-fn a_run_counts_what_it_does_marks_it_and_goes_on_to_the_bit() {
-    if !answers() {
-        return;
-    }
-    let place = Place::new();
-    let whole = place.run(&train("whole", &["--unverified", "--atlas", "atlas.tsv"]));
-    whole.expect(0, &["UNVERIFIED"]);
-    for words in ["launch price: ", "| engagement: 18 operations, 18 fused; grad asked ", "a step: "] {
-        assert!(whole.out.contains(words), "`{words}` is not in: {}", whole.out);
-    }
-    let metrics = std::fs::read_to_string(place.path("runs/whole/metrics.jsonl")).unwrap();
-    let eval: Value = serde_json::from_str(metrics.lines().find(|line| line.contains("\"eval\"")).unwrap()).unwrap();
-    assert_eq!(eval["unverified"], true);
-    let kda = eval["engagement"]["operations"].as_array().unwrap().iter().filter(|row| row["stem"] == "kda");
-    let kda: Vec<&Value> = kda.collect();
-    // Two iterations in eight steps; one evaluation of two windows.
-    assert_eq!((&kda[1]["asked"], &kda[1]["backward"]["fused"]), (&16.into(), &16.into()), "{kda:?}");
-    assert_eq!((&kda[0]["steps"], &kda[0]["asked"]), (&"nograd".into(), &kda[0]["forward"]["fused"]), "{kda:?}");
-    let manifest = json(&place, "runs/whole/checkpoints/step_000008/manifest.json");
-    assert_eq!(manifest["run"]["backend"], "lavapipe");
-    assert_eq!(manifest["run"]["arms"]["kda"], "fused");
-    assert_eq!(manifest["run"]["unverified"], true);
-    // The run's own record says the same of the process that computed it.
-    assert_eq!(json(&place, "runs/whole/run.json")[0]["run"], manifest["run"]);
-
-    let top = place.run(&["atlas", "top", "atlas.tsv", "-n", "500"]);
-    top.expect(0, &[]);
-    for stage in
-        ["data", "student forward", "loss", "backward", "sanitise and norm", "optimiser", "retraction", "reads"]
-    {
-        assert!(top.out.lines().any(|line| line.starts_with(stage)), "no stage `{stage}` in: {}", top.out);
-    }
-    assert!(!top.out.contains("none "), "a launch belongs to no stage: {}", top.out);
-    assert!(top.out.contains("kda::grads"), "{}", top.out);
-    assert_eq!(movers(&top.out), Vec::<&str>::new());
-
-    place.run(&train("half", &["--unverified", "--stop-at-step", "4"])).expect(0, &["UNVERIFIED"]);
-    let other = ["train", "--resume", "runs/half", "--arm", "kda=plain", "--allow-change", "run.arms"];
-    place
-        .run(&["train", "--resume", "runs/half", "--set", "run.unverified=false"])
-        .expect(2, &["run.arms", "kda: fused"]);
-    place.run(&["train", "--resume", "runs/half"]).expect(0, &["UNVERIFIED"]);
-    assert_eq!(state(&place, "half"), state(&place, "whole"));
-    place.run(&train("changed", &["--unverified", "--stop-at-step", "4"])).expect(0, &[]);
-    let mut other = other.to_vec();
-    other[2] = "runs/changed";
-    place.run(&other).expect(0, &[]);
-
-    // A trained model can be used where its device is not.
-    scores_alike_on_the_cpu(&place, "runs/whole");
-}
-
 /// The updates of every row of the n-gram table, and its values, wherever the run has it.
 fn table(state: &State) -> (Vec<u32>, Vec<f32>) {
     match &state.table {
@@ -244,35 +193,87 @@ fn table(state: &State) -> (Vec<u32>, Vec<f32>) {
     }
 }
 
+/// A run stopped in the middle, as it lies in its folder, under another name.
+fn copied(place: &Place, from: &str, to: &str) {
+    let done = std::process::Command::new("cp").arg("-r").arg(place.path(from)).arg(place.path(to)).status().unwrap();
+    assert!(done.success(), "{from} cannot be copied to {to}");
+}
+
+/// What a run with its table on the device says of itself: log, metrics, checkpoint, record and atlas.
+fn accounts_for_itself(place: &Place, run: &str, out: &str, atlas: &str) {
+    for words in ["launch price: ", "| engagement: 20 operations, 20 fused; grad asked ", "a step: "] {
+        assert!(out.contains(words), "`{words}` is not in: {out}");
+    }
+    let metrics = std::fs::read_to_string(place.path(&format!("{run}/metrics.jsonl"))).unwrap();
+    let eval: Value = serde_json::from_str(metrics.lines().find(|line| line.contains("\"eval\"")).unwrap()).unwrap();
+    assert_eq!(eval["unverified"], true);
+    let kda = eval["engagement"]["operations"].as_array().unwrap().iter().filter(|row| row["stem"] == "kda");
+    let kda: Vec<&Value> = kda.collect();
+    // Two iterations in six steps; one evaluation of two windows.
+    assert_eq!((&kda[1]["asked"], &kda[1]["backward"]["fused"]), (&12.into(), &12.into()), "{kda:?}");
+    assert_eq!((&kda[0]["steps"], &kda[0]["asked"]), (&"nograd".into(), &kda[0]["forward"]["fused"]), "{kda:?}");
+    let manifest = json(place, &format!("{run}/checkpoints/step_000006/manifest.json"));
+    assert_eq!(manifest["run"]["backend"], "lavapipe");
+    assert_eq!(manifest["run"]["arms"]["kda"], "fused");
+    assert_eq!(manifest["run"]["unverified"], true);
+    // The run's own record says the same of the process that computed it.
+    assert_eq!(json(place, &format!("{run}/run.json"))[0]["run"], manifest["run"]);
+
+    let top = place.run(&["atlas", "top", atlas, "-n", "500"]);
+    top.expect(0, &[]);
+    for stage in
+        ["data", "student forward", "loss", "backward", "sanitise and norm", "optimiser", "retraction", "reads"]
+    {
+        assert!(top.out.lines().any(|line| line.starts_with(stage)), "no stage `{stage}` in: {}", top.out);
+    }
+    assert!(!top.out.contains("none "), "a launch belongs to no stage: {}", top.out);
+    assert!(top.out.contains("kda::grads"), "{}", top.out);
+    assert_eq!(movers(&top.out), Vec::<&str>::new());
+}
+
+/// One test and not several: every process loads all kernels anew, and a step is slow here.
 #[test]
-fn a_run_with_a_memory_goes_on_to_the_bit_wherever_its_table_lies() {
+fn a_run_counts_what_it_does_marks_it_and_goes_on_to_the_bit_wherever_its_memory_lies() {
     if !answers() {
         return;
     }
     let place = Place::new();
-    let mut tables = Vec::new();
-    let mut losses = Vec::new();
+    let device = ["--unverified", "--set", "model.engram=device"];
+    let whole = place.run(&train("device", &[&device[..], &["--atlas", "atlas.tsv"]].concat()));
+    whole.expect(0, &["UNVERIFIED"]);
+    accounts_for_itself(&place, "runs/device", &whole.out, "atlas.tsv");
+    let stop = ["--stop-at-step", "3"];
+    place.run(&train("device-half", &[&device[..], &stop].concat())).expect(0, &["UNVERIFIED"]);
+    copied(&place, "runs/device-half", "runs/changed");
+    place
+        .run(&["train", "--resume", "runs/device-half", "--set", "run.unverified=false"])
+        .expect(2, &["run.arms", "kda: fused"]);
+    let other = ["train", "--resume", "runs/changed", "--arm", "kda=plain", "--allow-change", "run.arms"];
+    place.run(&[&other[..], &["--stop-at-step", "4"]].concat()).expect(0, &[]);
+
     // A table on the host is moved there, so that `row_adam` is none of the device's operations.
-    for (whole, half, set, operations) in
-        [("device", "device-half", "model.engram=device", 20), ("host", "host-half", "model.engram=host", 19)]
-    {
-        let run = place.run(&train(whole, &["--unverified", "--set", set]));
-        run.expect(0, &["UNVERIFIED"]);
-        let words = format!("| engagement: {operations} operations, {operations} fused; grad asked ");
-        assert!(run.out.contains(&words), "`{words}` is not in: {}", run.out);
-        place.run(&train(half, &["--unverified", "--set", set, "--stop-at-step", "4"])).expect(0, &[]);
+    let host = ["--unverified", "--set", "model.engram=host"];
+    let run = place.run(&train("host", &host));
+    run.expect(0, &["UNVERIFIED"]);
+    let words = "| engagement: 19 operations, 19 fused; grad asked ";
+    assert!(run.out.contains(words), "`{words}` is not in: {}", run.out);
+    place.run(&train("host-half", &[&host[..], &stop].concat())).expect(0, &[]);
+    for name in ["device", "host"] {
+        let half = format!("{name}-half");
         place.run(&["train", "--resume", &format!("runs/{half}")]).expect(0, &["UNVERIFIED"]);
-        assert_eq!(state(&place, half), state(&place, whole), "{set}");
-        tables.push(table(&state(&place, whole)));
-        let metrics = std::fs::read_to_string(place.path(&format!("runs/{whole}/metrics.jsonl"))).unwrap();
-        let first: Value =
-            serde_json::from_str(metrics.lines().find(|line| line.contains("\"step\"")).unwrap()).unwrap();
-        losses.push(first["loss"].as_f64().unwrap());
+        assert_eq!(state(&place, &half), state(&place, name), "{name}");
     }
+
     // The first loss is read from the same rows by the same kernels. Later ones are not: a row on the host is moved by
     // the host's arithmetic, which rounds elsewhere. Which rows move, and how often, is the same to the end.
-    assert_eq!(losses[0], losses[1]);
-    let [(counts, values), (host_counts, host_values)] = &tables[..] else { unreachable!("two runs") };
+    let first_loss = |name: &str| {
+        let metrics = std::fs::read_to_string(place.path(&format!("runs/{name}/metrics.jsonl"))).unwrap();
+        let first: Value =
+            serde_json::from_str(metrics.lines().find(|line| line.contains("\"step\"")).unwrap()).unwrap();
+        first["loss"].as_f64().unwrap()
+    };
+    assert_eq!(first_loss("device"), first_loss("host"));
+    let [(counts, values), (host_counts, host_values)] = ["device", "host"].map(|name| table(&state(&place, name)));
     assert_eq!(counts, host_counts);
     assert!(counts.iter().any(|&count| count > 1), "no row was touched twice");
     let named = counts.iter().filter(|&&count| count > 0).count();
@@ -282,7 +283,7 @@ fn a_run_with_a_memory_goes_on_to_the_bit_wherever_its_table_lies() {
         assert!(counts[row] > 0 || a == b, "row {row} is named by no batch and moved");
     }
 
-    // What a device has learnt can be read where it is not, from either place.
+    // What a device has learnt can be used where it is not, from either place.
     for run in ["runs/device", "runs/host"] {
         scores_alike_on_the_cpu(&place, run);
     }

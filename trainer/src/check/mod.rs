@@ -32,6 +32,7 @@
 mod gradients;
 mod steps;
 
+use std::cell::OnceCell;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail, ensure};
@@ -39,6 +40,7 @@ use dormouse_cuda::{Arm, Gpu, Runtime};
 use dormouse_reference::{Backend, Reference};
 
 use crate::backend::{self, settle};
+use crate::checkpoint::State;
 use crate::cli::CheckArgs;
 use crate::config::{Backend as Word, Config, ConfigError, Math, RunConfig, preset};
 use crate::data::Batch;
@@ -46,6 +48,7 @@ use crate::instruments::Witness;
 use crate::learner::ModelLearner;
 use crate::progress::say;
 use crate::rng::{Purpose, stream};
+use crate::train::StepRecord;
 
 /// How a check ended.
 #[derive(Clone, Debug, PartialEq)]
@@ -101,6 +104,8 @@ pub struct Lab<'a, B> {
     pub quick: bool,
     /// The arm that every operation is to run on; absent where it may be either.
     pub arm: Option<Arm>,
+    /// The state and the records of a run that was not interrupted, from the first check that asks for it.
+    whole: OnceCell<(State, Vec<StepRecord>)>,
 }
 
 impl<B: Backend + Witness> Lab<'_, B> {
@@ -202,7 +207,8 @@ pub fn command(arguments: &CheckArgs) -> Result<()> {
         Word::Lavapipe => on_device(Runtime::Lavapipe, arguments, &run, only)?,
         Word::Cpu | Word::Auto => {
             let open = |_| Ok(Reference::<f32>::new());
-            let lab = Lab { open: &open, math: Math::F32, graphs: false, quick: arguments.quick, arm: None };
+            let whole = OnceCell::new();
+            let lab = Lab { open: &open, math: Math::F32, graphs: false, quick: arguments.quick, arm: None, whole };
             table(&lab, only, "cpu", "-")
         }
     };
@@ -230,7 +236,8 @@ fn on_device(runtime: Runtime, arguments: &CheckArgs, run: &RunConfig, only: &st
                 }
                 Ok(b)
             };
-            let lab = Lab { open: &open, math, graphs: runtime.graphs(), quick: arguments.quick, arm: forced };
+            let whole = OnceCell::new();
+            let lab = Lab { open: &open, math, graphs: runtime.graphs(), quick: arguments.quick, arm: forced, whole };
             red += table(&lab, only, runtime.word(), word);
         }
     }

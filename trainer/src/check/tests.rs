@@ -8,7 +8,7 @@ use crate::config::Math;
 #[test]
 fn the_reference_in_f32_passes_every_check_it_has() {
     let open = |_| Ok(Reference::<f32>::new());
-    let lab = Lab { open: &open, math: Math::F32, graphs: false, quick: true, arm: None };
+    let lab = Lab { open: &open, math: Math::F32, graphs: false, quick: true, arm: None, whole: Default::default() };
     let lines = run(&lab, "", &mut |_| {});
     let red: Vec<_> = lines.iter().filter(|line| matches!(line.outcome, Outcome::Fail(_))).collect();
     assert!(red.is_empty(), "{red:#?}");
