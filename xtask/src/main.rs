@@ -13,9 +13,10 @@ mod ptx;
 mod receipts;
 mod tidy;
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode, ExitStatus, Stdio};
+use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
+use std::thread::JoinHandle;
 
 use anyhow::{Context, Result, bail};
 use clap::{Parser, Subcommand};
@@ -24,7 +25,7 @@ use clap::{Parser, Subcommand};
 #[derive(Parser)]
 #[command(
     name = "cargo xtask",
-    after_help = "Examples:\n  cargo xtask test             all tests, then every gate\n  \
+    after_help = "Examples:\n  cargo xtask test             all tests and every gate\n  \
                   cargo xtask gate kda         the ladder of one operation\n  \
                   cargo xtask gate --help      what a gate run can be told\n  \
                   cargo xtask receipts check   which fused kernels have been shown to be right\n  \
@@ -39,7 +40,7 @@ struct Args {
 
 #[derive(Subcommand)]
 enum Task {
-    /// Run every test of the workspace (with nextest where it is installed), then the ladder of gates.
+    /// Run every test of the workspace (with nextest where it is installed) and, beside them, the ladder of gates.
     Test {
         /// Backends whose gates must run, for those machines that have them.
         #[arg(long, default_value = "cpu")]
@@ -123,11 +124,13 @@ fn run(task: Task) -> Result<()> {
     match task {
         Task::Test { require, rest } => {
             driver::provide();
-            let totals = test(&root, &rest)?;
             if !rest.is_empty() {
-                return Ok(());
+                return test(&root, &rest).map(drop);
             }
-            gate(&root, &["--require", &require])?;
+            eprintln!("the gates run beside the tests; their table comes after them");
+            let gates = Beside::start(gate_binary(&root)?.args(["--require", &require]))?;
+            let totals = test(&root, &rest)?;
+            gates.finish()?;
             bites(&root)?;
             println!("{totals}");
             Ok(())
@@ -238,6 +241,40 @@ fn gate<S: AsRef<std::ffi::OsStr>>(root: &Path, rest: &[S]) -> Result<()> {
     must(gate_binary(root)?.args(rest))
 }
 
+/// A program that keeps one core busy while the others do something else; what it prints comes when it is asked for.
+struct Beside {
+    child: Child,
+    printed: Option<JoinHandle<std::io::Result<Vec<u8>>>>,
+}
+
+impl Beside {
+    fn start(command: &mut Command) -> Result<Self> {
+        let mut child = command.stdout(Stdio::piped()).spawn().with_context(|| format!("cannot run {command:?}"))?;
+        let mut stream = child.stdout.take().expect("standard output is piped");
+        let read = move || {
+            let mut bytes = Vec::new();
+            stream.read_to_end(&mut bytes).map(|_| bytes)
+        };
+        Ok(Self { child, printed: Some(std::thread::spawn(read)) })
+    }
+
+    /// Waits for it, passes on what it printed, and fails as it does.
+    fn finish(mut self) -> Result<()> {
+        let printed = self.printed.take().expect("it is finished once").join().expect("a reader does not panic");
+        let status = self.child.wait().context("a program beside the tests cannot be waited for")?;
+        std::io::stdout().write_all(&printed.context("a program beside the tests cannot be read")?)?;
+        exited(status)
+    }
+}
+
+impl Drop for Beside {
+    /// Nobody wants the rest of it once the tests are red; one that has ended is past killing.
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
 /// Shows one gate biting: a planted fault must end with exit code 1 and a line that names the gate.
 fn bites(root: &Path) -> Result<()> {
     const PLANT: [&str; 6] = ["kda", "--only", "fd", "--mutant", "dg-times-0.99", "--tsv"];
@@ -290,7 +327,20 @@ fn lint(root: &Path) -> Result<()> {
 mod tests {
     use clap::Parser;
 
-    use super::{Args, Task};
+    use super::{Args, Beside, Command, Failed, Task};
+
+    #[test]
+    fn a_program_beside_the_tests_fails_as_it_does_and_is_ended_where_nobody_waits() {
+        let shell = |line: &str| Beside::start(Command::new("sh").args(["-c", line])).unwrap();
+        assert!(shell("exit 0").finish().is_ok());
+        let failed = shell("echo a gate is red; exit 7").finish().unwrap_err();
+        assert_eq!(failed.downcast_ref::<Failed>().unwrap().0, 7);
+        let left = shell("exec sleep 600");
+        let process = std::path::PathBuf::from(format!("/proc/{}", left.child.id()));
+        assert!(process.exists());
+        drop(left);
+        assert!(!process.exists());
+    }
 
     #[test]
     fn required_backends_are_no_words_for_the_test_runner() {
