@@ -17,11 +17,14 @@ use ndarray::{ArrayD, ArrayViewD, IxDyn};
 use crate::arena::{self, Arena, Place};
 use crate::arm::{Arm, Arms};
 use crate::launch::{GRAPH, Grid, Ledger};
-use crate::runtime::{self, Engine, gemm};
+use crate::runtime::{self, Engine, Written, gemm};
 use crate::tensor::{Buffer, FloatsLaunch, Life, MAX_ELEMENTS, Tensor, WORD, WordsLaunch};
 use crate::words;
 
+mod branches;
 mod count;
+
+use branches::Branches;
 
 /// Bits that are NaN as a float and out of range as an id: what poisoned scratch holds.
 const POISON: u32 = u32::MAX;
@@ -69,6 +72,7 @@ pub struct Device<R: Engine> {
     captures: Cell<u64>,
     /// The part of its work that the caller is at.
     stage: Cell<&'static str>,
+    branches: Branches,
     /// Bytes of scratch that no launch has been noted for yet.
     placed: Cell<u64>,
     timers: Cell<bool>,
@@ -102,6 +106,7 @@ impl<R: Engine> Device<R> {
             poison: Cell::new(false),
             captures: Cell::new(0),
             stage: Cell::new(""),
+            branches: Branches::default(),
             placed: Cell::new(0),
             timers: Cell::new(false),
             _thread: std::marker::PhantomData,
@@ -221,7 +226,7 @@ impl<R: Engine> Device<R> {
     ) -> Result<bool> {
         let mut launched = false;
         self.timed(kernel, || {
-            launched = R::gemm(&self.client, call, at)?;
+            launched = R::gemm(&self.client, call, at, self.branches.here())?;
             Ok(())
         })?;
         if launched {
@@ -369,6 +374,7 @@ impl<R: Engine> Device<R> {
 
     fn capture(&self, body: &mut dyn FnMut(&Self) -> Result<()>) -> Result<Captured<R::Graph>> {
         R::begin_capture(&self.client)?;
+        self.branches.restart();
         let purpose = self.running.get().unwrap_or_default();
         let before = self.ledgers.borrow_mut().remove(purpose);
         *self.capturing.borrow_mut() = Some(Vec::new());
@@ -483,9 +489,13 @@ impl<R: Engine> Tensors for Device<R> {
         }
         let words = to_words(values, into.dtype)?;
         let bytes: &[u8] = bytemuck::cast_slice(&words);
-        if R::write(&self.client, into.buffer.part(into.start * WORD, into.bytes()), bytes)? {
-            self.note_sync("upload");
-            return Ok(());
+        match R::write(&self.client, &into.place(), bytes)? {
+            Written::Waited => {
+                self.note_sync("upload");
+                return Ok(());
+            }
+            Written::Queued => return Ok(()),
+            Written::Refused => {}
         }
         let buffer = Arc::new(Buffer::new(self.client.create_from_slice(bytes)));
         let staged = Tensor { buffer, start: 0, life: Life::Persistent, ..into.clone() };
@@ -554,6 +564,14 @@ impl<R: Engine> Tensors for Device<R> {
 
     fn stage(&self, stage: &'static str) {
         self.stage.set(stage);
+    }
+
+    fn beside(
+        &self,
+        first: &mut dyn FnMut(&Self) -> Result<()>,
+        second: &mut dyn FnMut(&Self) -> Result<()>,
+    ) -> Result<()> {
+        self.on_branches(first, second)
     }
 
     fn step(&self, key: &StepKey, body: &mut dyn FnMut(&Self) -> Result<()>) -> Result<()> {

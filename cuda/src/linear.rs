@@ -6,7 +6,7 @@
 
 use cubecl::prelude::*;
 use dormouse_reference::linear::{Config, Grads, Inputs, Linear, Outputs, Params};
-use dormouse_reference::{Dims, Error, Result};
+use dormouse_reference::{Dims, Error, Result, Tensors};
 
 use crate::arm::{Arm, Mutant};
 use crate::device::Device;
@@ -166,8 +166,8 @@ impl<R: Engine> Linear for Device<R> {
             out: matrix(&dx, inner),
             precision: config.precision,
         };
-        product(self, *arm, &for_x)?;
         if rows == 0 {
+            product(self, *arm, &for_x)?;
             return Ok(Grads { dx });
         }
         let for_weight = Product {
@@ -181,7 +181,7 @@ impl<R: Engine> Linear for Device<R> {
             out: matrix(into.weight, outer),
             ..for_x
         };
-        product(self, *arm, &for_weight)?;
+        self.beside(&mut |d| product(d, *arm, &for_weight), &mut |d| product(d, *arm, &for_x))?;
         match (into.bias, arm) {
             (Some(bias), Arm::Plain) => sum::add_rows(self, dy, rows, outer, bias)?,
             (Some(bias), Arm::Fused) => self.add_bias(dy, rows, outer, bias)?,

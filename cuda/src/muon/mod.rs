@@ -166,13 +166,11 @@ impl<R: Engine> Muon for Device<R> {
         let (keep, take) = (momentum as f32, (1.0 - momentum) as f32);
         let call = Call { params, grads, m, lr, apply, iterations, plus, keep, take };
         let arm = self.forward_arm(STEM);
-        for class in classes(config) {
-            match arm {
-                Arm::Plain => plain::update(self, &call, &class)?,
-                Arm::Fused => fused::update(self, &call, &class)?,
-            }
-        }
-        Ok(())
+        // No class reads what another one writes.
+        self.all_beside(&classes(config), &|device, class| match arm {
+            Arm::Plain => plain::update(device, &call, class),
+            Arm::Fused => fused::update(device, &call, class),
+        })
     }
 }
 

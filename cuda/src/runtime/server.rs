@@ -4,7 +4,7 @@
 //! of its own, which cubecl starts and which swallows panics; what goes wrong there is therefore noted in [`Shared`]
 //! and handed out by the next call that can fail.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::ffi::{CString, c_void};
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -34,13 +34,15 @@ use cubecl_runtime::memory_management::{
 };
 use cubecl_runtime::storage::{ComputeStorage, ManagedResource, StorageHandle, StorageId, StorageUtilization};
 use cubecl_runtime::timestamp_profiler::TimestampProfiler;
-use cudarc::driver::{CudaStream, DriverError, result as cu, sys};
+use cudarc::driver::{CudaEvent, CudaStream, DriverError, result as cu, sys};
 
+use super::Written;
 use super::compile::{self, Cache};
 use super::error::Error;
 use super::gemm::Library;
 use super::gpu::{self, ALIGNMENT, Gpu};
 use super::library::{driver_error, ends_the_context};
+use super::staging::{self, Staging};
 
 /// cubecl's compiler from its own representation to CUDA C++.
 pub type Compiler = CppCompiler<CudaDialect<CudaWmmaCompiler>>;
@@ -64,7 +66,15 @@ pub struct Shared {
     held: Mutex<HashMap<u64, u64>>,
     /// Kernels that the compiler was run for.
     pub compiled: AtomicU64,
+    /// Pinned memory for uploads, from the first one on.
+    staging: Mutex<Option<Staging>>,
+    /// What comes after the last steps that were replayed, oldest first.
+    steps: Mutex<VecDeque<CudaEvent>>,
 }
+
+/// Replayed steps that the host may be ahead of the device. With one, uploads and launch of a step hide behind the step
+/// before; a second bridges a slow moment of the host. More would only make an interrupt slower.
+const AHEAD: usize = 2;
 
 impl fmt::Debug for Shared {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -90,6 +100,8 @@ impl Shared {
             allocated: AtomicU64::new(0),
             held: Mutex::default(),
             compiled: AtomicU64::new(0),
+            staging: Mutex::default(),
+            steps: Mutex::default(),
         }
     }
 
@@ -107,6 +119,45 @@ impl Shared {
     /// The GPU's stream.
     pub fn stream(&self) -> Result<&Arc<CudaStream>, Error> {
         self.gpu.as_ref().map(|gpu| &gpu.stream).map_err(Error::clone)
+    }
+
+    /// Copies bytes to a device address in the order of the stream.
+    ///
+    /// # Safety
+    /// As many bytes at `to` belong to the caller until the stream has come so far.
+    pub unsafe fn write(&self, to: u64, bytes: &[u8]) -> Result<Written, Error> {
+        let stream = self.stream()?;
+        if !Staging::takes(bytes.len()) {
+            // SAFETY: as the caller's; the copy is waited for, so the host's bytes live long enough.
+            unsafe { cu::memcpy_htod_async(to, bytes, stream.cu_stream()) }.map_err(self.call("cuMemcpyHtoDAsync"))?;
+            stream.synchronize().map_err(self.call("cuStreamSynchronize"))?;
+            return Ok(Written::Waited);
+        }
+        let mut staging = lock(&self.staging);
+        let ring = match &mut *staging {
+            Some(ring) => ring,
+            none => none.insert(Staging::new().map_err(self.call("cuMemHostAlloc"))?),
+        };
+        // SAFETY: as the caller's.
+        let waited = unsafe { ring.write(to, bytes, stream) }.map_err(self.call("cuMemcpyHtoDAsync"))?;
+        Ok(if waited { Written::Waited } else { Written::Queued })
+    }
+
+    /// Waits until the device is at most [`AHEAD`] replayed steps behind.
+    pub fn wait_for_steps_before(&self) -> Result<(), Error> {
+        let mut steps = lock(&self.steps);
+        while steps.len() >= AHEAD {
+            let step = steps.pop_front().expect("it is not empty");
+            step.synchronize().map_err(self.call("cuEventSynchronize"))?;
+        }
+        Ok(())
+    }
+
+    /// Notes that a step was replayed.
+    pub fn note_step(&self) -> Result<(), Error> {
+        let event = self.stream()?.record_event(Some(staging::FLAGS)).map_err(self.call("cuEventRecord"))?;
+        lock(&self.steps).push_back(event);
+        Ok(())
     }
 
     /// Says whose launches are being recorded.
@@ -148,10 +199,11 @@ impl Shared {
     /// That there is no memory for `need` more bytes.
     pub fn out_of_memory(&self, need: u64) -> Error {
         let (free, total) = cu::mem_get_info().unwrap_or((0, 0));
-        // The comment inside keeps the formatter away: a comma after `held` would be another source to the receipts, and
-        // renewing them takes a GPU. The next renewal can take it out.
-        Error::OutOfMemory /* no comma at the end */ {
-            need, free: free as u64, total: total as u64, held: lock(&self.held).values().copied().collect()
+        Error::OutOfMemory {
+            need,
+            free: free as u64,
+            total: total as u64,
+            held: lock(&self.held).values().copied().collect(),
         }
     }
 

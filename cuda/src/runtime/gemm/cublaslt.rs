@@ -14,7 +14,7 @@ use cudarc::driver::{CudaStream, result as cu};
 use dormouse_reference::Precision;
 
 use super::table::{self, Key, Words};
-use super::{Added, Addresses, Call, Choice, Source, Stored};
+use super::{Added, Addresses, BRANCHES, Call, Choice, Source, Stored};
 use crate::runtime::Error;
 
 /// Memory that algorithms may use besides their matrices; NVIDIA's advice for Hopper.
@@ -30,7 +30,8 @@ const WIDEST: u64 = 16;
 /// The library with its plans. Used on the device thread only.
 pub struct Library {
     handle: sys::cublasLtHandle_t,
-    workspace: u64,
+    /// One for each branch of a captured step: products of two may run at the same time.
+    workspaces: [u64; BRANCHES],
     version: usize,
     sm: u32,
     table: HashMap<Key, Words>,
@@ -229,23 +230,26 @@ fn details(algorithm: &sys::cublasLtMatmulAlgo_t) -> String {
 }
 
 impl Library {
-    /// Where its workspace lies.
-    pub fn workspace(&self) -> u64 {
-        self.workspace
+    /// Where its workspaces lie.
+    pub fn workspaces(&self) -> [u64; BRANCHES] {
+        self.workspaces
     }
 
-    /// Loads the library and takes its workspace; the GPU's context is current.
+    /// Loads the library and takes its workspaces; the GPU's context is current.
     pub fn open(sm: u32, out_of_memory: impl Fn(u64) -> Error) -> Result<Self, Error> {
         // SAFETY: loads a shared library by name and drops it again.
         if !unsafe { sys::is_culib_present() } {
             return Err(Error::NoGemmLibrary);
         }
         let handle = lt::create_handle().map_err(failed("cublasLtCreate"))?;
-        // SAFETY: a plain allocation, kept for the life of the process.
-        let workspace = unsafe { cu::malloc_sync(WORKSPACE) }.map_err(|_| out_of_memory(WORKSPACE as u64))?;
+        let mut workspaces = [0; BRANCHES];
+        for workspace in &mut workspaces {
+            // SAFETY: a plain allocation, kept for the life of the process.
+            *workspace = unsafe { cu::malloc_sync(WORKSPACE) }.map_err(|_| out_of_memory(WORKSPACE as u64))?;
+        }
         Ok(Self {
             handle,
-            workspace,
+            workspaces,
             // SAFETY: returns a number.
             version: unsafe { sys::cublasLtGetVersion() },
             sm,
@@ -268,8 +272,8 @@ impl Library {
         self.choices.clear();
     }
 
-    /// Launches a product on the stream, or records it; false if there is no algorithm for it.
-    pub fn launch(&mut self, call: &Call, at: &Addresses, stream: &CudaStream) -> Result<bool, Error> {
+    /// Launches a product on the stream, or records it on a branch; false if there is no algorithm for it.
+    pub fn launch(&mut self, call: &Call, at: &Addresses, stream: &CudaStream, branch: usize) -> Result<bool, Error> {
         let class = |at: u64| if at.is_multiple_of(WIDEST) { WIDEST as u32 } else { size_of::<f32>() as u32 };
         let alignments = [at.a, at.b, at.added, at.out].map(class);
         let key = (*call, alignments);
@@ -301,7 +305,7 @@ impl Library {
                 at.out as *mut c_void,
                 plan.out.0,
                 &plan.algorithm,
-                self.workspace as *mut c_void,
+                self.workspaces[branch] as *mut c_void,
                 WORKSPACE,
                 stream.cu_stream().cast(),
             )

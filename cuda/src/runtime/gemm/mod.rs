@@ -156,11 +156,14 @@ impl fmt::Display for Choice {
     }
 }
 
+/// Products that may run at the same time: as many as there are workspaces.
+pub const BRANCHES: usize = 8;
+
 /// A runtime with or without a library for products.
 pub trait Gemm: cubecl::Runtime {
     /// Launches or records a product; false if there is no library or it has no algorithm. The matrices reach no further
-    /// than their buffers.
-    fn gemm(client: &ComputeClient<Self>, call: &Call, at: &Starts<'_>) -> Result<bool, Error>;
+    /// than their buffers. `branch`, below [`BRANCHES`], is another number for products that may run at the same time.
+    fn gemm(client: &ComputeClient<Self>, call: &Call, at: &Starts<'_>, branch: usize) -> Result<bool, Error>;
 
     /// What was chosen for every product so far.
     fn choices(client: &ComputeClient<Self>) -> Vec<Choice>;
@@ -170,17 +173,20 @@ pub trait Gemm: cubecl::Runtime {
     fn ask(client: &ComputeClient<Self>, suggestion: Option<usize>);
 }
 
+/// The device address of a place.
+pub(super) fn address(client: &ComputeClient<Cuda>, start: &Start<'_>) -> Result<u64, Error> {
+    if let Some(at) = start.address.get() {
+        return Ok(at + start.offset);
+    }
+    let resource = client
+        .get_resource(start.buffer.clone())
+        .map_err(|e| Error::Launch { kernel: "memory".to_owned(), reason: e.to_string() })?;
+    Ok(start.address.get_or_init(|| resource.resource().at) + start.offset)
+}
+
 impl Gemm for Cuda {
-    fn gemm(client: &ComputeClient<Self>, call: &Call, at: &Starts<'_>) -> Result<bool, Error> {
-        let address = |start: &Start<'_>| match start.address.get() {
-            Some(at) => Ok(at + start.offset),
-            None => {
-                let resource = client
-                    .get_resource(start.buffer.clone())
-                    .map_err(|e| Error::Launch { kernel: "gemm".to_owned(), reason: e.to_string() })?;
-                Ok(start.address.get_or_init(|| resource.resource().at) + start.offset)
-            }
-        };
+    fn gemm(client: &ComputeClient<Self>, call: &Call, at: &Starts<'_>, branch: usize) -> Result<bool, Error> {
+        let address = |start: &Start<'_>| address(client, start);
         let at =
             Addresses { a: address(&at.a)?, b: address(&at.b)?, added: address(&at.added)?, out: address(&at.out)? };
         let by = StreamId::current();
@@ -191,11 +197,13 @@ impl Gemm for Cuda {
             if slot.is_none() {
                 let sm = (10 * gpu.capability.0 + gpu.capability.1) as u32;
                 let library = Library::open(sm, |need| shared.out_of_memory(need))?;
-                shared.hold(library.workspace(), cublaslt::WORKSPACE as u64);
+                for workspace in library.workspaces() {
+                    shared.hold(workspace, cublaslt::WORKSPACE as u64);
+                }
                 *slot = Some(library);
             }
             let library = slot.as_mut().expect("it was opened when it was not");
-            let launched = library.launch(call, &at, &gpu.stream)?;
+            let launched = library.launch(call, &at, shared.stream()?, branch)?;
             shared.launches.fetch_add(u64::from(launched), Ordering::Relaxed);
             Ok(launched)
         })
@@ -214,7 +222,7 @@ impl Gemm for Cuda {
 
 /// The kernels of its own products stand in for the library's, which nobody compiles.
 impl Gemm for Offline {
-    fn gemm(_: &ComputeClient<Self>, _: &Call, _: &Starts<'_>) -> Result<bool, Error> {
+    fn gemm(_: &ComputeClient<Self>, _: &Call, _: &Starts<'_>, _: usize) -> Result<bool, Error> {
         Ok(false)
     }
 
@@ -226,7 +234,7 @@ impl Gemm for Offline {
 }
 
 impl Gemm for WgpuRuntime {
-    fn gemm(_: &ComputeClient<Self>, _: &Call, _: &Starts<'_>) -> Result<bool, Error> {
+    fn gemm(_: &ComputeClient<Self>, _: &Call, _: &Starts<'_>, _: usize) -> Result<bool, Error> {
         Ok(false)
     }
 
