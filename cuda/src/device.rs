@@ -17,6 +17,7 @@ use ndarray::{ArrayD, ArrayViewD, IxDyn};
 use crate::arena::{self, Arena, Place};
 use crate::arm::{Arm, Arms};
 use crate::launch::{GRAPH, Grid, Ledger};
+use crate::narrow::Copies;
 use crate::runtime::{self, Engine, Written, gemm};
 use crate::tensor::{Buffer, FloatsLaunch, Life, MAX_ELEMENTS, Tensor, WORD, WordsLaunch};
 use crate::words;
@@ -73,6 +74,8 @@ pub struct Device<R: Engine> {
     /// The part of its work that the caller is at.
     stage: Cell<&'static str>,
     branches: Branches,
+    /// Operands of products as bf16.
+    copies: Copies,
     /// Bytes of scratch that no launch has been noted for yet.
     placed: Cell<u64>,
     timers: Cell<bool>,
@@ -107,6 +110,7 @@ impl<R: Engine> Device<R> {
             captures: Cell::new(0),
             stage: Cell::new(""),
             branches: Branches::default(),
+            copies: Copies::default(),
             placed: Cell::new(0),
             timers: Cell::new(false),
             _thread: std::marker::PhantomData,
@@ -121,6 +125,11 @@ impl<R: Engine> Device<R> {
     /// Whether scratch starts as NaN instead of unspecified: an operation that reads what it did not write then shows.
     pub fn set_poison(&self, on: bool) {
         self.poison.set(on);
+    }
+
+    /// The copies of operands in bf16.
+    pub(crate) fn copies(&self) -> &Copies {
+        &self.copies
     }
 
     /// The runtime's client, for measurements that no ledger should see.
@@ -308,6 +317,7 @@ impl<R: Engine> Device<R> {
             return Err(Error::NotPersistent { op, arg });
         }
         self.check_floats(op, &[(arg, into)])?;
+        self.outdated(into);
         match others.iter().find(|(_, other)| into.overlaps(other)) {
             Some(&(other, _)) => Err(Error::Aliased { op, arg, other }),
             None => Ok(()),
@@ -338,6 +348,8 @@ impl<R: Engine> Device<R> {
     fn advance(&self) {
         self.generation.set(self.generation.get() + 1);
         self.arena.borrow_mut().restart();
+        // They lie in the arena.
+        self.copies.clear();
     }
 
     fn run(
@@ -489,6 +501,7 @@ impl<R: Engine> Tensors for Device<R> {
         }
         let words = to_words(values, into.dtype)?;
         let bytes: &[u8] = bytemuck::cast_slice(&words);
+        self.outdated(into);
         match R::write(&self.client, &into.place(), bytes)? {
             Written::Waited => {
                 self.note_sync("upload");
@@ -523,6 +536,7 @@ impl<R: Engine> Tensors for Device<R> {
 
     fn fill(&self, tensor: &Tensor, value: f64) -> Result<()> {
         self.check_life("fill", "tensor", tensor)?;
+        self.outdated(tensor);
         let bits = match tensor.dtype {
             DType::U32 => value as u32,
             DType::U8 => u32::from(value as u8),
@@ -553,6 +567,7 @@ impl<R: Engine> Tensors for Device<R> {
                 got: from.dtype,
             });
         }
+        self.outdated(into);
         if !from.overlaps(into) {
             return words::copy(self, from, into);
         }

@@ -11,7 +11,7 @@ use dormouse_reference::{Dims, Error, Result, Tensors};
 use crate::arm::{Arm, Mutant};
 use crate::device::Device;
 use crate::launch::Grid;
-use crate::matmul::{Plus, Product, matrix, product};
+use crate::matmul::{Plus, Product, matrix, prepare, product};
 use crate::runtime::Engine;
 use crate::sum;
 use crate::tensor::{Floats, Tensor};
@@ -108,8 +108,8 @@ impl<R: Engine> Linear for Device<R> {
             m: rows,
             k: if mutant == 2 { inner - 1 } else { inner },
             n: outer,
-            a: matrix(x, inner).plain(),
-            b: matrix(weight, outer).plain(),
+            a: matrix(x, inner).plain().of_input(),
+            b: matrix(weight, outer).plain().of_input(),
             plus,
             out: matrix(&y, outer),
             precision: config.precision,
@@ -160,8 +160,8 @@ impl<R: Engine> Linear for Device<R> {
             m: rows,
             k: if mutant == 4 { outer - 1 } else { outer },
             n: inner,
-            a: matrix(dy, outer).plain(),
-            b: matrix(weight, outer).transposed(),
+            a: matrix(dy, outer).plain().of_input(),
+            b: matrix(weight, outer).transposed().of_input(),
             plus: plus.filter(|_| mutant != 3).map_or(Plus::Nothing, Plus::Matrix),
             out: matrix(&dx, inner),
             precision: config.precision,
@@ -175,12 +175,14 @@ impl<R: Engine> Linear for Device<R> {
             m: inner,
             k: if mutant == 5 { rows - 1 } else { rows },
             n: outer,
-            a: matrix(x, inner).transposed(),
-            b: matrix(dy, outer).plain(),
+            a: matrix(x, inner).transposed().of_input(),
+            b: matrix(dy, outer).plain().of_input(),
             plus: Plus::Destination,
             out: matrix(into.weight, outer),
             ..for_x
         };
+        prepare(self, *arm, &for_weight)?;
+        prepare(self, *arm, &for_x)?;
         self.beside(&mut |d| product(d, *arm, &for_weight), &mut |d| product(d, *arm, &for_x))?;
         match (into.bias, arm) {
             (Some(bias), Arm::Plain) => sum::add_rows(self, dy, rows, outer, bias)?,

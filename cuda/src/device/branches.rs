@@ -45,10 +45,17 @@ impl<R: Engine> Device<R> {
         first: &mut dyn FnMut(&Self) -> Result<()>,
         second: &mut dyn FnMut(&Self) -> Result<()>,
     ) -> Result<()> {
+        // Hidden in every mode: all runs of a step lay out the same memory.
+        let copies = self.copies().count();
+        let mut hidden = None;
+        let mut hide = || hidden = Some(self.copies().hide_from(copies));
         let Branches { here, taken, largest } = &self.branches;
         if self.capturing.borrow().is_none() || taken.get() + 1 >= BRANCHES {
             first(self)?;
-            return second(self);
+            hide();
+            second(self)?;
+            hidden.into_iter().for_each(|hidden| self.copies().show(hidden));
+            return Ok(());
         }
         let (before, largest_before) = (taken.get(), largest.get());
         taken.set(before + 1);
@@ -56,6 +63,7 @@ impl<R: Engine> Device<R> {
         let start = R::dependencies(&self.client)?;
         let outside = here.replace(before + 1);
         first(self)?;
+        hide();
         here.set(outside);
         // Branches inside the first piece may run beside those inside the second.
         taken.set(largest.get());
@@ -63,6 +71,7 @@ impl<R: Engine> Device<R> {
         R::depend(&self.client, start, false)?;
         second(self)?;
         R::depend(&self.client, end, true)?;
+        hidden.into_iter().for_each(|hidden| self.copies().show(hidden));
         // Joined: what follows runs beside neither.
         taken.set(before);
         largest.set(largest.get().max(largest_before));

@@ -218,9 +218,10 @@ impl<B: Backend> Model<B> {
         let u = &normed.y;
         let c = normed.c.as_ref().expect("a norm with a shift returns the shifted row");
         // The branches of the block read the same rows and not each other.
-        let ((dense, experts), ((memory, gates), attention)) = beside(
+        let (dense, dense_saved) = self.linear(b, p, "dense", u)?;
+        let (experts, ((memory, gates), attention)) = beside(
             b,
-            |b| Ok((self.linear(b, p, "dense", u)?, self.experts(b, p, u)?)),
+            |b| self.experts(b, p, u),
             |b| {
                 beside(
                     b,
@@ -234,7 +235,7 @@ impl<B: Backend> Model<B> {
                 )
             },
         )?;
-        let ((dense, dense_saved), (experts, expert), (gates, controller)) = (dense, experts, gates);
+        let ((experts, expert), (gates, controller)) = (experts, gates);
         let (memory, memory_saved) = memory.unzip();
         let (y, blend) = Blend::forward(
             b,

@@ -65,10 +65,10 @@ fn bytes<T>(value: &T) -> (*const c_void, usize) {
 struct Layout(sys::cublasLtMatrixLayout_t);
 
 impl Layout {
-    /// Matrices of f32 with `rows` rows and `columns` columns in the library's sense.
-    fn new(rows: usize, columns: usize, batch: usize, stored: Stored) -> Result<Self, Error> {
+    /// Matrices of f32, or of bf16 if `narrow`, with `rows` rows and `columns` columns in the library's sense.
+    fn new(narrow: bool, rows: usize, columns: usize, batch: usize, stored: Stored) -> Result<Self, Error> {
         use sys::cublasLtMatrixLayoutAttribute_t as Attribute;
-        let dtype = sys::cudaDataType::CUDA_R_32F;
+        let dtype = if narrow { sys::cudaDataType::CUDA_R_16BF } else { sys::cudaDataType::CUDA_R_32F };
         let layout = lt::create_matrix_layout(dtype, rows as u64, columns as u64, stored.row as i64)
             .map(Self)
             .map_err(failed("cublasLtMatrixLayoutCreate"))?;
@@ -104,6 +104,8 @@ impl Description {
             // Never TF32: that is what the faster types are for.
             Precision::Full => Compute::CUBLAS_COMPUTE_32F,
             Precision::Tf32 => Compute::CUBLAS_COMPUTE_32F_FAST_TF32,
+            // Factors in bf16 have nothing to round.
+            Precision::Bf16 if call.narrow => Compute::CUBLAS_COMPUTE_32F,
             Precision::Bf16 => Compute::CUBLAS_COMPUTE_32F_FAST_16BF,
         };
         let description = lt::create_matmul_desc(compute, sys::cudaDataType::CUDA_R_32F)
@@ -323,9 +325,9 @@ impl Library {
         };
         let ((b_rows, b_columns), (a_rows, a_columns)) = (sides(b.transposed, k, n), sides(a.transposed, m, k));
         let description = Description::new(call, added)?;
-        let first = Layout::new(b_rows, b_columns, batch, b)?;
-        let second = Layout::new(a_rows, a_columns, batch, a)?;
-        let out = Layout::new(n, m, batch, call.out)?;
+        let first = Layout::new(call.narrow, b_rows, b_columns, batch, b)?;
+        let second = Layout::new(call.narrow, a_rows, a_columns, batch, a)?;
+        let out = Layout::new(false, n, m, batch, call.out)?;
         let plan = Plan { description, first, second, out, algorithm: sys::cublasLtMatmulAlgo_t { data: [0; 8] } };
         let suggestions = self.suggestions(&plan, call, alignments)?;
         // The library's check does not look at addresses, and the table was measured with aligned ones.
@@ -444,12 +446,13 @@ mod tests {
             return;
         }
         let stored = |transposed| Stored { transposed, row: 24, next: 480 };
-        for precision in [Precision::Full, Precision::Tf32, Precision::Bf16] {
+        let kinds = [Precision::Full, Precision::Tf32, Precision::Bf16].map(|precision| (precision, false));
+        for (precision, narrow) in kinds.into_iter().chain([(Precision::Bf16, true)]) {
             for added in [Added::Nothing, Added::Row, Added::Matrix, Added::Destination] {
                 let (a, b, out) = (stored(false), stored(true), stored(false));
-                let call = Call { precision, batch: 3, m: 20, k: 24, n: 20, a, b, added, out };
+                let call = Call { precision, narrow, batch: 3, m: 20, k: 24, n: 20, a, b, added, out };
                 Description::new(&call, 512).unwrap().set_row(1024).unwrap();
-                Layout::new(24, 20, call.batch, call.a).unwrap();
+                Layout::new(narrow, 24, 20, call.batch, call.a).unwrap();
                 Preference::new([4, 16, 16, 4]).unwrap();
             }
         }

@@ -23,7 +23,7 @@ mod table;
 
 pub use cublaslt::Library;
 
-/// A factor of a product as it is stored in f32.
+/// A factor of a product as it is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Stored {
     /// Whether the factor is the transpose of what is stored.
@@ -64,6 +64,8 @@ impl Added {
 pub struct Call {
     /// What the factors are rounded to.
     pub precision: Precision,
+    /// Whether the factors are stored as bf16; else as f32.
+    pub narrow: bool,
     /// Products.
     pub batch: usize,
     /// Rows of the result.
@@ -161,6 +163,9 @@ pub const BRANCHES: usize = 8;
 
 /// A runtime with or without a library for products.
 pub trait Gemm: cubecl::Runtime {
+    /// Whether its library takes factors in bf16.
+    const NARROW: bool;
+
     /// Launches or records a product; false if there is no library or it has no algorithm. The matrices reach no further
     /// than their buffers. `branch`, below [`BRANCHES`], is another number for products that may run at the same time.
     fn gemm(client: &ComputeClient<Self>, call: &Call, at: &Starts<'_>, branch: usize) -> Result<bool, Error>;
@@ -185,6 +190,8 @@ pub(super) fn address(client: &ComputeClient<Cuda>, start: &Start<'_>) -> Result
 }
 
 impl Gemm for Cuda {
+    const NARROW: bool = true;
+
     fn gemm(client: &ComputeClient<Self>, call: &Call, at: &Starts<'_>, branch: usize) -> Result<bool, Error> {
         let address = |start: &Start<'_>| address(client, start);
         let at =
@@ -222,6 +229,9 @@ impl Gemm for Cuda {
 
 /// The kernels of its own products stand in for the library's, which nobody compiles.
 impl Gemm for Offline {
+    /// So that the kernel that makes such factors is compiled.
+    const NARROW: bool = true;
+
     fn gemm(_: &ComputeClient<Self>, _: &Call, _: &Starts<'_>, _: usize) -> Result<bool, Error> {
         Ok(false)
     }
@@ -234,6 +244,8 @@ impl Gemm for Offline {
 }
 
 impl Gemm for WgpuRuntime {
+    const NARROW: bool = false;
+
     fn gemm(_: &ComputeClient<Self>, _: &Call, _: &Starts<'_>, _: usize) -> Result<bool, Error> {
         Ok(false)
     }
