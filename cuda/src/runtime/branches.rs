@@ -9,7 +9,7 @@ use std::ptr;
 use cudarc::driver::{DriverError, sys};
 
 use super::error::Error;
-use super::server::Shared;
+use super::shared::Shared;
 
 /// Launches of a recording that the next one waits for.
 pub struct Dependencies {

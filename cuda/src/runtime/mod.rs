@@ -29,6 +29,7 @@ mod library;
 mod offline;
 mod panics;
 mod server;
+mod shared;
 mod staging;
 
 pub use branches::Dependencies;
@@ -36,7 +37,8 @@ pub use compile::{Cache, Target};
 pub use error::Error;
 pub use library::{Versions, check_driver};
 pub use offline::{Compiled, Offline, OfflineDevice, OfflineServer, Variant};
-pub use server::{Server, Shared};
+pub use server::Server;
+pub use shared::Shared;
 
 /// Cubes along x, y, z that one launch may have on CUDA.
 const MAX_CUBES: (u32, u32, u32) = (i32::MAX as u32, 65535, 65535);

@@ -158,6 +158,16 @@ impl Operation for MuonOp {
         cases
     }
 
+    fn production() -> Vec<Case<Config>> {
+        vec![case(
+            &[([1, 768, 768], 12, 1.0, 0.1), ([3, 768, 64], 1, 1.0, 0.0), ([1, 96, 768], 1, 1.0, 0.1)],
+            8,
+            true,
+            Batching::Batched,
+            "middle",
+        )]
+    }
+
     fn strategy() -> BoxedStrategy<Case<Config>> {
         let entry = (0..3usize, 1..9usize, 1..9usize, 1..4usize, 0.2..2.0, 0.0..0.5);
         let entry = entry.prop_map(|(e, rows, width, heads, scale, decay): (_, _, usize, usize, f64, f64)| {
