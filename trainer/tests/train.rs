@@ -208,6 +208,28 @@ fn a_truncated_checkpoint_is_passed_over_and_named() {
 }
 
 #[test]
+fn an_edited_manifest_is_damage_and_the_one_before_is_used() {
+    let place = Place::new();
+    place.run(&train("whole", "20", &[])).expect(0, &[]);
+    place.run(&train("a", "20", &["--stop-at-step", "12"])).expect(0, &[]);
+    let manifest = checkpoints(&place, "a").join("step_000012/manifest.json");
+    let text = std::fs::read_to_string(&manifest).unwrap();
+    let facts: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let (updates, rows) = (facts["updates"].as_u64().unwrap(), facts["rows_consumed"].as_u64().unwrap());
+    let edited = text.replace(&format!("\"rows_consumed\": {rows}"), &format!("\"rows_consumed\": {}", rows + 1));
+    let edited = edited.replace(&format!("\"updates\": {updates}"), &format!("\"updates\": {}", updates - 1));
+    assert_ne!(edited, text);
+    std::fs::write(&manifest, edited).unwrap();
+    // Of two runs the newest is gone on with.
+    std::fs::rename(place.path("runs/whole"), place.path("whole")).unwrap();
+    let done = place.run(&["train", "--resume", "auto"]);
+    done.expect(0, &["step_000012", "is damaged", "manifest.json was changed: it has CRC-32C "]);
+    assert!(done.out.contains("step_000010` after step 10"), "{}", done.out);
+    std::fs::rename(place.path("whole"), place.path("runs/whole")).unwrap();
+    assert_eq!(state(&place, "a"), state(&place, "whole"));
+}
+
+#[test]
 fn a_disk_that_is_full_warns_and_at_the_end_fails() {
     let place = Place::new();
     let done = place.run_limited(&train("a", "12", &[]), 100_000);

@@ -48,7 +48,7 @@ pub(super) fn write_synced(path: &Path, bytes: &[u8]) -> Result<(), CheckpointEr
 }
 
 /// Size and checksum of a file that may be larger than what should be in memory at once.
-pub(super) fn entry(path: &Path) -> Result<FileEntry, CheckpointError> {
+fn entry(path: &Path) -> Result<FileEntry, CheckpointError> {
     let read = || {
         let mut file = File::open(path)?;
         let mut chunk = vec![0; 1 << 20];
@@ -66,9 +66,8 @@ pub(super) fn entry(path: &Path) -> Result<FileEntry, CheckpointError> {
     read().map_err(|cause| io_error("read", path, cause))
 }
 
-/// CRC-32C of any bytes that end in their own CRC-32C. Manifests had it of every table at first: it says that a table is
-/// whole, and not which one it is.
-pub(super) const RESIDUE: u32 = 0x4867_4bc7;
+/// CRC-32C of any bytes that end in their own CRC-32C.
+const RESIDUE: u32 = 0x4867_4bc7;
 
 /// The same of a file that ends in its own checksum: that one is what tells it from others, since the CRC of the whole is
 /// one number whatever such a file holds. Of a damaged file it is the CRC of the whole.

@@ -211,7 +211,7 @@ fn a_table_on_the_host_is_saved_with_its_step_and_read_back() {
     for file in ["weights.safetensors", "optimizer.safetensors"] {
         std::fs::copy(other.join(file), path.join(file)).expect("a copy");
     }
-    std::fs::write(path.join("manifest.json"), serde_json::to_string(&manifest).expect("JSON")).expect("it writes");
+    std::fs::write(path.join("manifest.json"), checkpoint::sealed(&manifest)).expect("it writes");
     let error = checkpoint::load(&path).expect_err("another step").to_string();
     assert!(error.contains("belongs to step 4, the checkpoint to step 2"), "{error}");
     // What is not finite in the table is named, so it is never saved.
