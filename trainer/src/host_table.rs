@@ -74,6 +74,23 @@ impl HostTable {
         HostTable { width, table, m: vec![0.0; len], v: vec![0.0; len], counts: vec![0; rows] }
     }
 
+    /// [`HostTable::new`] of numbers that come one by one, where the machine may refuse the memory.
+    ///
+    /// # Errors
+    /// The bytes that the table and what belongs to it need.
+    ///
+    /// # Panics
+    /// If `values` are not `rows` rows.
+    pub fn create(rows: usize, width: usize, values: impl Iterator<Item = f64>) -> Result<HostTable, u64> {
+        let (len, refused) = (rows * width, |_| 4 * (3 * rows * width + rows) as u64);
+        let (m, v) = (zeros(len).map_err(refused)?, zeros(len).map_err(refused)?);
+        let (counts, mut table) = (zeros(rows).map_err(refused)?, Vec::new());
+        table.try_reserve_exact(len).map_err(refused)?;
+        table.extend(values.map(|x| x as f32));
+        assert!(width > 0 && table.len() == len, "a table has whole rows of at least one number");
+        Ok(HostTable { width, table, m, v, counts })
+    }
+
     /// A table with its moments and counts, `[table, m, v]`; none if they do not fit each other.
     pub fn of(width: usize, [table, m, v]: [Vec<f32>; 3], counts: Vec<u32>) -> Option<HostTable> {
         let fits = width > 0 && [&table, &m, &v].iter().all(|values| values.len() == counts.len() * width);

@@ -288,6 +288,17 @@ fn unusable_requests_leave_no_folder() {
     assert!(!place.path("runs").exists());
 }
 
+/// The machine has the memory, and the process may not have it: an allocation that fails ends a process with a signal.
+#[test]
+fn a_new_table_that_gets_no_memory_is_exit_2_with_a_fix() {
+    let place = Place::new();
+    let table = ["model.engram=host", "model.engram_rows=250000", "model.engram_width=256"];
+    let table = table.map(|set| ["--set", set]).concat();
+    let words = ["`model.engram_rows` is 250000", "its table needs 2.1 GiB of memory", "can have ", "ulimit -v"];
+    place.run_in_memory(&train("a", "5", &table), 2 << 30).expect(2, &words);
+    assert!(!place.path("runs").exists());
+}
+
 #[test]
 fn changed_data_at_resume_is_exit_4_and_names_the_file() {
     let place = Place::new();

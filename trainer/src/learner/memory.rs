@@ -19,11 +19,13 @@ use ndarray::{Array2, ArrayView1, Axis, IxDyn};
 
 use super::{ModelLearner, RECORD_TAIL, RING_STEPS};
 use crate::checkpoint::{State, Tensor, TensorData};
-use crate::config::{Config, Engram, Format, ModelConfig};
+use crate::config::{Config, ConfigError, Engram, Format, ModelConfig};
 use crate::data::{Batch, KeyPlan, rows_of};
+use crate::host;
 use crate::host_table::HostTable;
 use crate::instruments::Witness;
 use crate::model::{MEMORY_TABLE, Memory, Model, Param, Table};
+use crate::progress::gib;
 use crate::train::Parameter;
 
 /// Rows of the table that a position has.
@@ -96,6 +98,20 @@ pub(super) fn check<B: Backend + Witness>(b: &B, config: &Config) -> Result<()> 
     Ok(())
 }
 
+/// The system gives a new table on the host no memory.
+fn refused(config: &Config, bytes: u64) -> ConfigError {
+    let free = host::free_memory_bytes().map_or("less".to_owned(), |free| format!("{:.1} GiB", gib(free)));
+    ConfigError::Invalid {
+        key: "model.engram_rows".into(),
+        problem: format!(
+            "is {}, and its table needs {:.1} GiB of memory with its moments, where this process can have {free}",
+            config.model.engram_rows,
+            gib(bytes)
+        ),
+        fix: "lower it or model.engram_width, raise the limit (ulimit -v), or give model.engram=off".into(),
+    }
+}
+
 /// Every parameter tensor of a run, a table on the host among them with all its rows.
 pub fn parameters(config: &Config) -> Vec<Parameter> {
     let table = Table::of(config);
@@ -137,9 +153,10 @@ impl<B: Backend> MemoryPart<B> {
         let (all, touched) = (plan.sets() * places, plan.touched() * places);
         let place = match config.model.engram {
             Engram::Host => {
-                let table = Table::of(config).get(MEMORY_TABLE).initial(config.seed);
-                let values = table.into_iter().map(|x| x as f32).collect();
-                Place::Host(Arc::new(HostTable::new(config.model.engram_width, values)))
+                let table = Table::of(config);
+                let values = table.get(MEMORY_TABLE).initial_values(config.seed);
+                let made = HostTable::create(ORDERS * config.model.engram_rows, config.model.engram_width, values);
+                Place::Host(Arc::new(made.map_err(|bytes| refused(config, bytes))?))
             }
             _ => Place::Device { order: ids(&[touched])?, counts: ids(&[ORDERS * config.model.engram_rows])? },
         };
