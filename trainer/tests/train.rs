@@ -42,6 +42,10 @@ fn an_update_that_overflows_is_exit_3_and_is_never_saved() {
     done.expect(3, &["is not finite", "optimizer.lr"]);
     assert!(!done.out.contains("final held-out"), "{}", done.out);
     assert!(names(&checkpoints(&place, "a")).is_empty(), "{:?}", names(&checkpoints(&place, "a")));
+    // With Muon the matrices have a rate of their own, and it is the one at fault here.
+    let muon = ["optimizer.rule=muon", "optimizer.muon_lr=3e38", "optimizer.warmup_min_steps=0"];
+    let muon = muon.map(|set| ["--set", set]).concat();
+    place.run(&train("b", "1", &muon)).expect(3, &["is not finite", "lower optimizer.muon_lr", "or optimizer.lr"]);
 }
 
 #[test]

@@ -244,6 +244,16 @@ pub struct CheckpointConfig {
     pub keep_every_steps: u64,
 }
 
+impl OptimizerConfig {
+    /// The keys of the learning rates that move something under the rule.
+    pub fn rates(&self) -> &'static str {
+        match self.rule {
+            Rule::Adamw => "optimizer.lr",
+            Rule::Muon => "optimizer.muon_lr (Muon's matrices) or optimizer.lr (all else)",
+        }
+    }
+}
+
 impl Config {
     /// The learning rate's schedule.
     pub fn schedule(&self) -> Schedule {
