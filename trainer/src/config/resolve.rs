@@ -203,6 +203,15 @@ fn typed(expected: &Value, value: Value, key: &str, place: impl Fn() -> String) 
     };
     match (expected, value) {
         (Value::Float(_), Value::Integer(whole)) => Ok(Value::Float(whole as f64)),
+        // TOML has no whole number above 63 bits, so --set has taken one for a bare string.
+        (Value::Float(_), Value::String(digits)) if too_large(&digits) => {
+            digits.replace('_', "").parse().map(Value::Float).map_err(|_| wrong(format!("`{digits}`")))
+        }
+        (Value::Integer(_), Value::String(digits)) if too_large(&digits) => {
+            let expected = format!("a whole number from 0 to {}", i64::MAX);
+            let got = format!("`{digits}`, which is outside of that");
+            Err(ConfigError::WrongType { place: place(), key: key.to_owned(), expected, got })
+        }
         (Value::Integer(_), Value::Integer(negative)) if negative < 0 => Err(wrong(negative.to_string())),
         (Value::Array(_), Value::Array(items)) if !items.iter().all(Value::is_str) => {
             Err(wrong(Value::Array(items).to_string()))
@@ -210,6 +219,14 @@ fn typed(expected: &Value, value: Value, key: &str, place: impl Fn() -> String) 
         (expected, value) if expected.same_type(&value) => Ok(value),
         (_, value) => Err(wrong(format!("{} `{value}`", value.type_str()))),
     }
+}
+
+/// Whether a word is a whole number that 63 bits do not hold.
+fn too_large(word: &str) -> bool {
+    let digits = word.strip_prefix(['+', '-']).unwrap_or(word);
+    let whole =
+        digits.starts_with(|c: char| c.is_ascii_digit()) && digits.chars().all(|c| c.is_ascii_digit() || c == '_');
+    whole && word.replace('_', "").parse::<i64>().is_err()
 }
 
 /// Refuses a string that is none of the words of its key, while it is known where it came from.
