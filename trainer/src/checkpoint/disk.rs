@@ -17,6 +17,7 @@ pub(super) fn io_error(operation: &'static str, path: &Path, cause: std::io::Err
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded => "free some space on that disk",
         ErrorKind::FileTooLarge => "raise the file size limit (ulimit -f)",
         ErrorKind::ReadOnlyFilesystem => "use a folder on a disk that can be written",
+        ErrorKind::PermissionDenied if matches!(operation, "read" | "list") => "make it readable for this user",
         ErrorKind::PermissionDenied => "make the folder writable, or use another with --runs",
         ErrorKind::NotFound => "it was removed, or never written",
         ErrorKind::AlreadyExists | ErrorKind::NotADirectory => "remove the file that is in its place",

@@ -265,3 +265,15 @@ fn a_save_that_cannot_be_written_says_why_and_leaves_the_rest() {
     assert!(error.contains("bytes, ") && error.contains("are free"), "{error}");
     assert!(super::free_bytes(folder.path()).unwrap() > 0);
 }
+
+#[test]
+fn what_may_not_be_read_is_to_be_made_readable() {
+    let fix = |operation| {
+        let cause = std::io::Error::from(std::io::ErrorKind::PermissionDenied);
+        super::disk::io_error(operation, Path::new("x"), cause).to_string()
+    };
+    for operation in ["read", "list"] {
+        assert!(fix(operation).ends_with("; make it readable for this user"), "{}", fix(operation));
+    }
+    assert!(fix("write").ends_with("; make the folder writable, or use another with --runs"));
+}
