@@ -35,9 +35,9 @@ const CHUNK: usize = 1 << 16;
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum HostTableError {
-    #[error("host table: cannot {operation} `{path}`: {cause}")]
+    #[error("host table: cannot {operation} `{path}`: {cause}; see whether its folder is there and has room")]
     Io { operation: &'static str, path: PathBuf, cause: std::io::Error },
-    #[error("host table: `{path}` is not the file of a table")]
+    #[error("host table: `{path}` is not the file of a table; resume from another checkpoint")]
     Foreign { path: PathBuf },
     #[error("host table: `{path}` has format {got}, expected {FORMAT}; use the version of dormouse that wrote it")]
     Format { path: PathBuf, got: u32 },
@@ -504,7 +504,10 @@ mod tests {
             bytes[at] ^= 1;
             let error = load(&bytes);
             match at {
-                0..8 => assert!(matches!(error, HostTableError::Foreign { .. }), "byte {at}: {error}"),
+                0..8 => {
+                    assert!(matches!(error, HostTableError::Foreign { .. }), "byte {at}: {error}");
+                    assert!(error.to_string().ends_with("; resume from another checkpoint"), "{error}");
+                }
                 8..12 => assert!(matches!(error, HostTableError::Format { .. }), "byte {at}: {error}"),
                 _ => assert!(matches!(error, HostTableError::Damaged { .. }), "byte {at}: {error}"),
             }

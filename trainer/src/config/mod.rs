@@ -28,7 +28,7 @@ use crate::schedule::Schedule;
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum ConfigError {
-    #[error("config: cannot read `{path}`: {cause}")]
+    #[error("config: cannot read `{path}`: {cause}; give --config a TOML file that is there and can be read")]
     Unreadable { path: PathBuf, cause: std::io::Error },
     #[error("config: `{origin}` is not TOML:\n{problem}")]
     Syntax { origin: String, problem: String },
