@@ -116,6 +116,21 @@ fn targets_are_written_read_and_refused_where_they_do_not_fit() {
         let line = [&["jepa-targets", "runs/first", "--out", "b"][..], &more].concat();
         place.run(&line).expect(2, &[words]);
     }
+    // What contradicts the command is not ignored.
+    for (set, words) in [
+        ("jepa.mode=off", "`jepa.mode` is off, and targets are for a run whose mode is not"),
+        ("jepa.mode=\"off\"", "leave --set jepa.mode out"),
+        (
+            "jepa.targets=a.targets",
+            "`jepa.targets` names a file to read, and this command writes one; give its name with --out",
+        ),
+    ] {
+        place.run(&["jepa-targets", "runs/first", "--out", "b", "--set", set]).expect(2, &[words]);
+    }
+    assert!(!place.path("b").exists());
+    // A file without an end is not read to it.
+    let endless = [&SHARED[..], &["--set", "jepa.targets=/dev/zero"]].concat();
+    place.run(&train("refused", &endless)).expect(4, &["`/dev/zero` is not a file of JEPA targets"]);
     let shape = ["jepa-targets", "runs/first", "--out", "b", "--set", "model.width=64"];
     place.run(&shape).expect(2, &["`model.width` cannot be changed for targets"]);
 
