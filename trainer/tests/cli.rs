@@ -31,7 +31,11 @@ fn unusable_data_is_exit_4_with_a_fix() {
     place.run(&["anchors", "--data", "small"]).expect(4, &["has 1000 bytes, expected at least", "data.seq_bytes"]);
     std::fs::create_dir(place.path("folder")).unwrap();
     place.run(&["anchors", "--data", "folder"]).expect(4, &["no file with a byte"]);
-    place.run(&["anchors", "--data", "/dev/null"]).expect(4, &["neither a file nor a folder"]);
+    for endless in ["/dev/null", "/dev/zero"] {
+        place.run(&["anchors", "--data", endless]).expect(4, &["neither a file nor a folder"]);
+    }
+    place.file("text", &[7; 100_000]);
+    place.run(&["anchors", "--data", "text", "--eval", "/dev/zero"]).expect(4, &["neither a file nor a folder"]);
     place.file("both", &[7; 100_000]);
     place.run(&["anchors", "--data", "both", "--eval", "both"]).expect(4, &["training data", "held-out data"]);
 }

@@ -1,5 +1,6 @@
 //! Preset < file < `--set` < typed flags.
 
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use toml::{Table, Value};
@@ -67,6 +68,9 @@ pub fn resolve(sources: &Sources) -> Result<Config, ConfigError> {
     Ok(config)
 }
 
+/// Bytes that a configuration's file has at most.
+const LARGEST_FILE: u64 = 1 << 20;
+
 struct FileTable {
     path: PathBuf,
     text: String,
@@ -84,8 +88,17 @@ impl FileTable {
 }
 
 fn read_file(path: &Path) -> Result<FileTable, ConfigError> {
-    let text =
-        std::fs::read_to_string(path).map_err(|cause| ConfigError::Unreadable { path: path.to_owned(), cause })?;
+    let unreadable = |cause| ConfigError::Unreadable { path: path.to_owned(), cause };
+    // A pipe is welcome, and a stream without an end is not.
+    let (mut bytes, file) = (Vec::new(), std::fs::File::open(path).map_err(unreadable)?);
+    file.take(LARGEST_FILE + 1).read_to_end(&mut bytes).map_err(unreadable)?;
+    if bytes.len() as u64 > LARGEST_FILE {
+        let problem =
+            format!("it has more than {LARGEST_FILE} bytes, so it is no configuration; give another --config");
+        return Err(ConfigError::Syntax { origin: path.display().to_string(), problem });
+    }
+    let not_text = |error| unreadable(std::io::Error::new(std::io::ErrorKind::InvalidData, error));
+    let text = String::from_utf8(bytes).map_err(not_text)?;
     let table = toml::from_str(&text).map_err(|error: toml::de::Error| ConfigError::Syntax {
         origin: path.display().to_string(),
         problem: error.to_string(),
