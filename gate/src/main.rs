@@ -105,6 +105,11 @@ struct Args {
 }
 
 fn main() -> ExitCode {
+    #[cfg(feature = "devices")]
+    // SAFETY: no other thread exists yet.
+    unsafe {
+        dormouse_cuda::keep_display_out();
+    }
     let args = Args::parse();
     match run(&args) {
         Ok(code) => code,
