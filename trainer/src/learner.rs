@@ -689,7 +689,7 @@ impl<B: Backend + Witness> Learner for ModelLearner<B> {
     fn engagement(&self) -> Option<Engagement> {
         let b = &self.b;
         let account = || Engagement::new(&self.asked.borrow(), &b.ledgers(), b.captures());
-        b.counts().then(|| account().with_jepa(self.objectives()))
+        b.counts().then(|| account().with_jepa(self.objectives()).with_declined(&self.facts.declined))
     }
 }
 

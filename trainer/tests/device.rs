@@ -313,3 +313,29 @@ fn what_a_backend_does_not_have_is_refused_with_a_fix() {
         assert!(arms.out.contains("no GPU answers") && arms.out.contains("rms_norm"), "{}", arms.out);
     }
 }
+
+/// There are no receipts of the software device, so every operation declines its fused kernels until the user insists.
+#[test]
+fn plain_kernels_for_want_of_a_receipt_are_counted_as_declined() {
+    if !answers() {
+        return;
+    }
+    let place = Place::new();
+    let run = |name: &str, more: &[&str]| -> Value {
+        let done = place.run(&with(train(name, more), &[("--steps", "1"), ("--eval-every", "1")]));
+        done.expect(0, &[]);
+        let place = place.path("runs").join(name).join("metrics.jsonl");
+        let metrics = std::fs::read_to_string(place).unwrap();
+        let line = metrics.lines().find(|line| line.contains("\"eval\"")).unwrap_or_else(|| panic!("{metrics}"));
+        serde_json::from_str::<Value>(line).unwrap()["engagement"]["operations"].clone()
+    };
+    for row in run("declined", &[]).as_array().unwrap() {
+        let reason = row["declined_because"].as_str().unwrap();
+        assert!(reason.starts_with("there is no ") && reason.contains(".f32.lavapipe.toml"), "{row}");
+        assert_eq!((&row["declined"], &row["recomputed"]), (&row["asked"], &0.into()), "{row}");
+    }
+    for row in run("asked", &["--arm", "all=plain"]).as_array().unwrap() {
+        assert_eq!((&row["declined"], &row["forward"]["plain"]), (&0.into(), &row["asked"]), "{row}");
+        assert!(row["declined_because"].is_null(), "{row}");
+    }
+}
