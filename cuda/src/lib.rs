@@ -69,7 +69,7 @@ pub use cubecl::client::ComputeClient as Client;
 pub use cubecl::wgpu::WgpuRuntime as Lavapipe;
 pub use device::Device;
 pub use dormouse_receipts::{Receipt, Verdict};
-pub use gpu::{Gpu, Opened, Runtime};
+pub use gpu::{Gpu, Opened, Runtime, keep_display_out};
 pub use launch::{GRAPH, Launches, Ledger, Pass, Site, UNLISTED};
 pub use price::Price;
 pub use receipts::fingerprint;

@@ -337,3 +337,18 @@ fn rows_too_short_for_a_span_are_refused_with_the_objective() {
     assert!(error.contains("`data.seq_bytes` is 8") && error.contains("give 9 or more"), "{error}");
     assert!(set(9, "shared").is_ok() && set(8, "off").is_ok());
 }
+
+#[test]
+fn a_number_that_is_too_large_is_called_that_and_not_a_string() {
+    for argument in ["train.total_steps=99999999999999999999", "seed=9223372036854775808", "seed=-9_223372036854775809"]
+    {
+        let error = with_set(argument).unwrap_err().to_string();
+        assert!(error.contains("expected a whole number from 0 to 9223372036854775807, got `"), "{error}");
+        assert!(error.ends_with("`, which is outside of that"), "{error}");
+    }
+    // Where a fraction may stand there is no such end, and a name may be of digits.
+    assert_eq!(with_set("optimizer.eps=10000000000000000000").unwrap().optimizer.eps, 1e19);
+    let path = with_set("data.path=99999999999999999999").unwrap().data.path;
+    assert_eq!(path.as_deref(), Some("99999999999999999999".as_ref()));
+    assert!(with_set("seed=many").unwrap_err().to_string().contains("got string"));
+}

@@ -116,14 +116,17 @@ impl<B: Backend + Witness> JepaPart<B> {
                 *sum += shares[usize::from(i >= iterations)] * loss;
             }
         }
-        let aux = Aux { jepa: sums[iterations], koleo: sums[iterations + 1] };
+        // Without a masked byte there is nothing to predict, and a zero would look like a perfect prediction.
+        let masked = shares.chunks(SHARES).any(|shares| shares[1] > 0.0);
+        let term = |i: usize| masked.then_some(sums[iterations + i]);
+        let aux = Aux { jepa: term(0), koleo: term(1) };
         sums.truncate(iterations);
         (sums, aux)
     }
 
     /// What is added to the mean cross-entropy.
     pub fn added(&self, aux: &Aux) -> f64 {
-        self.weight * (aux.jepa + KOLEO_WEIGHT * aux.koleo)
+        self.weight * (aux.jepa.unwrap_or(0.0) + KOLEO_WEIGHT * aux.koleo.unwrap_or(0.0))
     }
 
     /// Whether the latents come from a file.

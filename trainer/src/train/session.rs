@@ -384,7 +384,12 @@ impl Session {
     fn save(&mut self, done: u64) -> anyhow::Result<PathBuf> {
         let state = self.learner.export()?;
         if let Some(name) = state.first_nonfinite() {
-            return Err(NonFiniteResult { what: format!("`{name}`"), step: done }.into());
+            return Err(NonFiniteResult {
+                what: format!("`{name}`"),
+                step: done,
+                rates: self.config.optimizer.rates(),
+            }
+            .into());
         }
         if self.run.restore(&self.config, &self.data.manifest, &self.provenance)? {
             let path = self.run.path().display();
@@ -446,7 +451,12 @@ impl Session {
             return self.stopped(done);
         };
         if !score.bpb.is_finite() {
-            return Err(NonFiniteResult { what: "the held-out score".into(), step }.into());
+            return Err(NonFiniteResult {
+                what: "the held-out score".into(),
+                step,
+                rates: self.config.optimizer.rates(),
+            }
+            .into());
         }
         if self.saved != Some(step) {
             self.save(done).context("train: the last checkpoint could not be saved")?;
@@ -506,6 +516,7 @@ impl Session {
         self.reporter.finish();
         self.reporter.warn(&format!("first tensor that is not finite: {first}"));
         self.reporter.result(&format!("replay    {} replay {}", self.program, quoted(&folder.display().to_string())));
-        Ok(NonFiniteStop { skipped, step: step + 1, bundle: folder.display().to_string() })
+        let (bundle, rates) = (folder.display().to_string(), self.config.optimizer.rates());
+        Ok(NonFiniteStop { skipped, step: step + 1, bundle, rates })
     }
 }
