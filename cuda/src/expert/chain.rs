@@ -524,13 +524,7 @@ fn quick_sigmoid(x: f32) -> f32 {
 
 /// sum = X Y^T for `span` columns whose words start at `y_at`.
 #[cube]
-fn first_product(
-    work: &Work,
-    sum: &mut Array<f32>,
-    y_at: usize,
-    #[comptime] which: usize,
-    #[comptime] plan: Plan,
-) {
+fn first_product(work: &Work, sum: &mut Array<f32>, y_at: usize, #[comptime] which: usize, #[comptime] plan: Plan) {
     #[unroll]
     for i in 0..comptime!(plan.elements()) {
         sum[i] = 0.0f32;

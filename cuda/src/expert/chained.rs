@@ -102,11 +102,7 @@ pub(super) fn forward<R: Engine>(b: &Device<R>, plans: Plans, call: &Call<'_>, y
         [b.float_scratch(&short_rows)?, b.float_scratch(&short_rows)?, b.float_scratch(&short_rows)?];
     let up_u = stack(&params.up_u, width, rank).plain();
     let out = stack(&up_a, rows, rank);
-    product(
-        b,
-        Arm::Fused,
-        &batch("expert::a", &sizes, [rows, width, rank], matrix(u, width).plain(), up_u, out),
-    )?;
+    product(b, Arm::Fused, &batch("expert::a", &sizes, [rows, width, rank], matrix(u, width).plain(), up_u, out))?;
 
     let plan = plans.forward;
     let side = b.float_scratch(&[width, experts, rank])?;

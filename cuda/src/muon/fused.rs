@@ -23,8 +23,8 @@
 //! scratch of their own.
 
 use cubecl::prelude::*;
-use dormouse_reference::Result;
 use dormouse_reference::muon::Batching;
+use dormouse_reference::{Result, Tensors};
 
 use super::table::Stack;
 use super::{Call, Class, ENTRIES, gather, large, small, write};
@@ -106,21 +106,28 @@ pub(super) fn square_of(
 /// Moves the matrices of all classes.
 pub(super) fn update<R: Engine>(b: &Device<R>, call: &Call<'_>, batching: Batching, classes: Vec<Class>) -> Result<()> {
     let (small, large): (Vec<_>, Vec<_>) = classes.into_iter().partition(|class| class.sides().0 <= small::LARGEST_K);
-    for group in groups(batching, small) {
-        let of = Stack::new(b, &group, small::blocks, small::SIDE)?;
-        let shares = small::shares(b, &of)?;
-        gather::launch(b, call, &of, &shares, true)?;
-        small::iterate(b, &of, &shares, call.iterations)?;
-        finish(b, call, &of, &of.x)?;
-    }
-    for class in large {
-        let (k, n) = class.sides();
-        let of = Stack::new(b, &[class], |n, _| large::blocks(n), k)?;
-        gather::launch(b, call, &of, &b.float_scratch(&[1])?, false)?;
-        let x = large::iterate(b, &of, [of.matrices, n, k], call.iterations)?;
-        finish(b, call, &of, &x)?;
-    }
-    Ok(())
+    let small = groups(batching, small);
+    // No group reads what another one writes.
+    b.beside(
+        &mut |b| {
+            b.all_beside(&large, &|b, class| {
+                let (k, n) = class.sides();
+                let of = Stack::new(b, std::slice::from_ref(class), |n, _| large::blocks(n), k)?;
+                gather::launch(b, call, &of, &b.float_scratch(&[1])?, false)?;
+                let x = large::iterate(b, &of, [of.matrices, n, k], call.iterations)?;
+                finish(b, call, &of, &x)
+            })
+        },
+        &mut |b| {
+            b.all_beside(&small, &|b, group| {
+                let of = Stack::new(b, group, small::blocks, small::SIDE)?;
+                let shares = small::shares(b, &of)?;
+                gather::launch(b, call, &of, &shares, true)?;
+                small::iterate(b, &of, &shares, call.iterations)?;
+                finish(b, call, &of, &of.x)
+            })
+        },
+    )
 }
 
 /// From the iterate to the weights.

@@ -182,16 +182,7 @@ pub(super) fn iterate<R: Engine>(
         let [scales, squares, x] = uses.map(|t| b.floats(t));
         // SAFETY: a cube stays in its block of rows.
         unsafe {
-            normalise_kernel::launch_unchecked::<R>(
-                client,
-                cubes,
-                dim,
-                scales,
-                squares,
-                x,
-                of.table(),
-                of.mutant(&[2]),
-            )
+            normalise_kernel::launch_unchecked::<R>(client, cubes, dim, scales, squares, x, of.table(), of.mutant(&[2]))
         }
     })?;
     let square = [count, k, k];

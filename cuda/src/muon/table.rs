@@ -341,12 +341,7 @@ pub(super) fn place_of(block: &Block, table: &Table, places: &Places, #[comptime
     if comptime!(mutant == 7) {
         head = 0usize;
     }
-    Place {
-        origin: start + block.place / heads * stored_rows * columns + head * width,
-        row_step,
-        column_step,
-        turned,
-    }
+    Place { origin: start + block.place / heads * stored_rows * columns + head * width, row_step, column_step, turned }
 }
 
 /// The place in a block of its `i`-th element, so that neighbours read what is stored side by side: as row times k plus

@@ -185,12 +185,7 @@ pub(super) fn columns<R: Engine>(b: &Device<R>, of: &Stack, x: &Tensor) -> Resul
 }
 
 /// Moves the matrices by the iterate `x`.
-pub(super) fn launch<R: Engine>(
-    b: &Device<R>,
-    call: &Call<'_>,
-    of: &Stack,
-    [x, sums]: [&Tensor; 2],
-) -> Result<()> {
+pub(super) fn launch<R: Engine>(b: &Device<R>, call: &Call<'_>, of: &Stack, [x, sums]: [&Tensor; 2]) -> Result<()> {
     let (across, down) = of.grid().cubes;
     let divisors = b.float_scratch(&[across as usize * down as usize, of.widest])?;
     let uses = [call.grads, x, &of.norms, sums, &of.moved, call.lr, call.apply, &divisors, call.m, call.params];
