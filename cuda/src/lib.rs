@@ -61,6 +61,7 @@ mod short_conv;
 mod sigmoid;
 mod spectral;
 mod sum;
+mod tall;
 mod tensor;
 mod words;
 

@@ -413,8 +413,7 @@ fn narrowed<R: Engine>(device: &Device<R>, product: &Product<'_>) -> Result<Opti
     if !(wanted && even(a) && even(b)) {
         return Ok(None);
     }
-    let Some(left) = device.narrow(a.matrix.tensor)? else { return Ok(None) };
-    Ok(device.narrow(b.matrix.tensor)?.map(|right| [left, right]))
+    Ok(Some([device.narrow(a.matrix.tensor)?, device.narrow(b.matrix.tensor)?]))
 }
 
 /// Computes a product with the tiled kernel, `per` by `per` elements a unit.

@@ -23,7 +23,7 @@ use crate::tensor::{Buffer, Floats, Life, Tensor, WORD, Words};
 /// Allocations of up to so many elements are copied as a whole: the views of a flat buffer of parameters share a copy.
 const WHOLE: u64 = 1 << 25;
 
-/// A copy starts where 16 bytes of it start.
+/// Elements of a copy in 16 bytes.
 pub(crate) const EDGE: u64 = 8;
 
 /// Copies of the present step.
@@ -101,19 +101,17 @@ fn half(value: f32) -> u32 {
 }
 
 impl<R: Engine> Device<R> {
-    /// An operand in bf16; none if it does not start where a copy may.
-    pub(crate) fn narrow(&self, tensor: &Tensor) -> Result<Option<Narrow>> {
-        if !tensor.start.is_multiple_of(EDGE) {
-            return Ok(None);
-        }
+    /// An operand in bf16, at a multiple of 16 bytes wherever the operand itself starts.
+    pub(crate) fn narrow(&self, tensor: &Tensor) -> Result<Narrow> {
         let (start, end) = (tensor.start, tensor.start + tensor.len() as u64);
-        let found = |copy: &Copy| Arc::ptr_eq(&copy.of, &tensor.buffer) && copy.start <= start && end <= copy.end;
+        let holds = |copy: &Copy| copy.start <= start && end <= copy.end && (start - copy.start).is_multiple_of(EDGE);
+        let found = |copy: &Copy| Arc::ptr_eq(&copy.of, &tensor.buffer) && holds(copy);
         if let Some(copy) = self.copies().0.borrow().iter().find(|copy| found(copy)) {
-            return Ok(Some(Narrow { words: copy.words.clone(), offset: (start - copy.start) * WORD / 2 }));
+            return Ok(Narrow { words: copy.words.clone(), offset: (start - copy.start) * WORD / 2 });
         }
         let persistent = tensor.life == Life::Persistent;
         let all = tensor.buffer.handle.size_in_used() / WORD;
-        let whole = persistent && all <= WHOLE;
+        let whole = persistent && all <= WHOLE && start.is_multiple_of(EDGE);
         let of =
             if whole { Tensor { start: 0, shape: [all as usize].into(), ..tensor.clone() } } else { tensor.clone() };
         let words = self.scratch(&[of.len().div_ceil(2)], DType::U32)?;
@@ -128,7 +126,7 @@ impl<R: Engine> Device<R> {
             Copy { of: tensor.buffer.clone(), start: of.start, end: of.start + of.len() as u64, words: words.clone() };
         let offset = (start - of.start) * WORD / 2;
         self.copies().0.borrow_mut().push(copy);
-        Ok(Some(Narrow { words, offset }))
+        Ok(Narrow { words, offset })
     }
 
     /// Drops the copies of what is about to be written.

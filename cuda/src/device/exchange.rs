@@ -71,20 +71,19 @@ fn to_words(values: ArrayViewD<'_, f64>, dtype: DType) -> Result<Vec<u32>> {
         DType::U8 => f64::from(u8::MAX),
         _ => return Ok(values.iter().map(|&v| (v as f32).to_bits()).collect()),
     };
-    let whole = |(index, &v): (IxDyn, &f64)| {
-        if v >= 0.0 && v <= max && v.fract() == 0.0 {
-            return Ok(v as u32);
-        }
-        use ndarray::Dimension as _;
-        Err(Error::Value {
-            op: "upload",
-            arg: "values",
-            expected: format!("a whole number from 0 to {max}"),
-            got: v,
-            index: index.as_array_view().to_vec(),
-        })
-    };
-    values.indexed_iter().map(whole).collect()
+    let whole = |v: f64| v >= 0.0 && v <= max && v.fract() == 0.0;
+    if values.iter().all(|&v| whole(v)) {
+        return Ok(values.iter().map(|&v| v as u32).collect());
+    }
+    use ndarray::Dimension as _;
+    let (index, &got) = values.indexed_iter().find(|(_, v)| !whole(**v)).expect("one of them is not whole");
+    Err(Error::Value {
+        op: "upload",
+        arg: "values",
+        expected: format!("a whole number from 0 to {max}"),
+        got,
+        index: index.as_array_view().to_vec(),
+    })
 }
 
 /// The words of a tensor as host values.

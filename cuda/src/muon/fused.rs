@@ -11,7 +11,7 @@
 //! | columns | X, the norms | sums of squares of the columns of a block, rows normalised |
 //! | write | G, M, W, X, norms and sums | M, W |
 //!
-//! Matrices of every shape with k <= [`small::LARGEST_K`] go through together, up to [`ENTRIES`] entries of the table at a
+//! Matrices of every shape with k <= [`tall::LARGEST_K`] go through together, up to [`ENTRIES`] entries of the table at a
 //! time: 19 launches for 8 iterations. Larger ones take 29 launches a shape. M is computed again in the end rather than
 //! kept, because a matrix without a gradient must keep its own and that is known only when all of it has been seen.
 //!
@@ -23,48 +23,16 @@
 //! scratch of their own.
 
 use cubecl::prelude::*;
-use dormouse_reference::muon::Batching;
 use dormouse_reference::{Result, Tensors};
+use dormouse_reference::muon::Batching;
 
 use super::table::Stack;
-use super::{Call, Class, ENTRIES, gather, large, small, write};
-use crate::cube;
+use super::{Call, Class, gather, large, small, write};
+use crate::cube::larger;
 use crate::device::Device;
 use crate::runtime::Engine;
+use crate::tall::{self, ENTRIES};
 use crate::tensor::{Floats, Tensor};
-
-/// Units of a cube.
-pub(super) const UNITS: u32 = cube::UNITS;
-
-/// The larger of two numbers that are not NaN, written out because devices differ about NaN.
-#[cube]
-pub(super) fn larger(a: f32, b: f32) -> f32 {
-    let mut most = a;
-    if b > a {
-        most = b;
-    }
-    most
-}
-
-/// The largest of `value` over the units of the cube, given to all. Every unit must call it.
-#[cube]
-pub(super) fn cube_largest(value: f32, shared: &mut SharedMemory<f32>) -> f32 {
-    let me = UNIT_POS as usize;
-    shared[me] = value;
-    sync_cube();
-    #[unroll]
-    for level in 0..8u32 {
-        let half = comptime!(128usize >> level as usize);
-        if me < half {
-            shared[me] = larger(shared[me], shared[me + half]);
-        }
-        sync_cube();
-    }
-    let most = shared[0];
-    // The next call writes the same memory.
-    sync_cube();
-    most
-}
 
 /// The largest of the scales of a matrix's blocks.
 #[cube]
@@ -105,7 +73,7 @@ pub(super) fn square_of(
 
 /// Moves the matrices of all classes.
 pub(super) fn update<R: Engine>(b: &Device<R>, call: &Call<'_>, batching: Batching, classes: Vec<Class>) -> Result<()> {
-    let (small, large): (Vec<_>, Vec<_>) = classes.into_iter().partition(|class| class.sides().0 <= small::LARGEST_K);
+    let (small, large): (Vec<_>, Vec<_>) = classes.into_iter().partition(|class| class.sides().0 <= tall::LARGEST_K);
     let small = groups(batching, small);
     // No group reads what another one writes.
     b.beside(
@@ -114,13 +82,13 @@ pub(super) fn update<R: Engine>(b: &Device<R>, call: &Call<'_>, batching: Batchi
                 let (k, n) = class.sides();
                 let of = Stack::new(b, std::slice::from_ref(class), |n, _| large::blocks(n), k)?;
                 gather::launch(b, call, &of, &b.float_scratch(&[1])?, false)?;
-                let x = large::iterate(b, &of, [of.matrices, n, k], call.iterations)?;
+                let x = large::iterate(b, &of, [of.layout.matrices, n, k], call.iterations)?;
                 finish(b, call, &of, &x)
             })
         },
         &mut |b| {
             b.all_beside(&small, &|b, group| {
-                let of = Stack::new(b, group, small::blocks, small::SIDE)?;
+                let of = Stack::new(b, group, tall::blocks, small::SIDE)?;
                 let shares = small::shares(b, &of)?;
                 gather::launch(b, call, &of, &shares, true)?;
                 small::iterate(b, &of, &shares, call.iterations)?;

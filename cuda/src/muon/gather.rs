@@ -3,13 +3,13 @@
 use cubecl::prelude::*;
 use dormouse_reference::Result;
 
-use super::fused::{UNITS, cube_largest, larger};
-use super::table::{Places, Stack, Table, block_of, in_block, place_of};
-use super::{Call, is_something, small};
-use crate::cube;
+use super::table::{Places, Stack, in_block, place_of};
+use super::{Call, is_something};
+use crate::cube::{self, larger};
 use crate::device::Device;
 use crate::runtime::Engine;
 use crate::scale::{inverse_of, power_of_two};
+use crate::tall::{self, Table, UNITS, block_of};
 use crate::tensor::{Floats, Tensor};
 
 /// The new momentum of a block, in the long orientation, with what the norm of its matrix and the flag of its gradient
@@ -34,7 +34,7 @@ fn gather_kernel(
 ) {
     let me = UNIT_POS as usize;
     let units = comptime!(UNITS as usize);
-    let block = block_of(&table);
+    let block = block_of(&table, tall::NO_FAULT);
     let place = place_of(&block, &table, &places, mutant);
     let mut shared = SharedMemory::<f32>::new(comptime!(UNITS as usize));
     let mut share = take;
@@ -65,9 +65,9 @@ fn gather_kernel(
             }
         }
     }
-    let scale = power_of_two(cube_largest(largest, &mut shared));
+    let scale = power_of_two(cube::largest(largest, &mut shared));
     let inverse = inverse_of(scale);
-    let any = cube_largest(any, &mut shared);
+    let any = cube::largest(any, &mut shared);
     // What a unit reads now another one may have written.
     sync_storage();
     let mut square = 0.0f32;
@@ -86,7 +86,7 @@ fn gather_kernel(
         moved.set(CUBE_POS, any);
     }
     if comptime!(grams) {
-        small::gram(x, shares, &block, inverse);
+        tall::gram(x, shares, &block, inverse);
     }
 }
 
@@ -100,9 +100,9 @@ pub(super) fn launch<R: Engine>(
 ) -> Result<()> {
     let uses = [call.grads, call.m, &of.x, &of.scales, &of.squares, &of.moved, shares];
     let bytes = 3 * of.x.bytes() + if grams { shares.bytes() } else { 0 };
-    b.launch("muon::gather", of.grid(), bytes, &uses, |client, cubes, dim| {
+    b.launch("muon::gather", of.layout.grid(), bytes, &uses, |client, cubes, dim| {
         let [grads, m, x, scales, squares, moved, shares] = uses.map(|t| b.floats(t));
-        let (table, places) = (of.table(), of.places());
+        let (table, places) = (of.layout.table(), of.places());
         let mutant = of.mutant(&[1, 7, 12]);
         // SAFETY: entries lie inside the buffers; cubes behind the last block have no rows.
         unsafe {

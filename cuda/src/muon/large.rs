@@ -1,4 +1,4 @@
-//! The iteration for k > [`small::LARGEST_K`](super::small::LARGEST_K): the products go to the library of the runtime where it
+//! The iteration for k > [`tall::LARGEST_K`](crate::tall::LARGEST_K): the products go to the library of the runtime where it
 //! has one.
 //!
 //! | launch | computes | how often |
@@ -12,8 +12,8 @@
 use cubecl::prelude::*;
 use dormouse_reference::{Precision, Result};
 
-use super::fused::{UNITS, scale_of, square_of};
-use super::table::{Blocks, Stack, Table, block_of};
+use super::fused::{scale_of, square_of};
+use super::table::Stack;
 use super::{CUBIC, LINEAR, QUINTIC};
 use crate::arm::Arm;
 use crate::device::Device;
@@ -22,6 +22,7 @@ use crate::matmul::{Plus, Product, product, stack};
 use crate::rows;
 use crate::runtime::Engine;
 use crate::scale::inverse_of;
+use crate::tall::{self, Blocks, Table, UNITS, block_of};
 use crate::tensor::{Floats, Tensor};
 
 /// Rows of a block, where that makes [`MOST`] blocks or fewer.
@@ -45,7 +46,7 @@ pub(super) fn blocks(n: usize) -> Blocks {
 #[cube(launch_unchecked)]
 fn normalise_kernel(scales: &Floats, squares: &Floats, x: &mut Floats, table: Table, #[comptime] mutant: u32) {
     let units = comptime!(UNITS as usize);
-    let block = block_of(&table);
+    let block = block_of(&table, tall::NO_FAULT);
     if block.here {
         let inverse = inverse_of(scale_of(block.cubes, block.blocks, scales));
         let norm = square_of(block.cubes, block.blocks, inverse, scales, squares, mutant).sqrt();
@@ -178,11 +179,20 @@ pub(super) fn iterate<R: Engine>(
     iterations: usize,
 ) -> Result<Tensor> {
     let uses = [&of.scales, &of.squares, &of.x];
-    b.launch("muon::normalise", of.grid(), 2 * of.x.bytes(), &uses, |client, cubes, dim| {
+    b.launch("muon::normalise", of.layout.grid(), 2 * of.x.bytes(), &uses, |client, cubes, dim| {
         let [scales, squares, x] = uses.map(|t| b.floats(t));
         // SAFETY: a cube stays in its block of rows.
         unsafe {
-            normalise_kernel::launch_unchecked::<R>(client, cubes, dim, scales, squares, x, of.table(), of.mutant(&[2]))
+            normalise_kernel::launch_unchecked::<R>(
+                client,
+                cubes,
+                dim,
+                scales,
+                squares,
+                x,
+                of.layout.table(),
+                of.mutant(&[2]),
+            )
         }
     })?;
     let square = [count, k, k];

@@ -21,6 +21,7 @@ use dormouse_reference::{Dims, Error, Result};
 use crate::arm::{Arm, Mutant};
 use crate::device::Device;
 use crate::runtime::Engine;
+use crate::tall::ENTRIES;
 use crate::tensor::Tensor;
 
 const STEM: &str = "muon";
@@ -43,9 +44,6 @@ pub(crate) const MUTANTS: &[Mutant] = &[
     Mutant::fused("null-renamed-local"),
     Mutant::fused("linear-term-dropped-in-large"),
 ];
-
-/// Entries of the table that one launch takes: the model in use has eleven.
-const ENTRIES: usize = 16;
 
 /// The coefficients a, b and c of the iteration.
 const LINEAR: f32 = COEFFICIENTS[0] as f32;

@@ -1,4 +1,4 @@
-//! The iteration for k <= [`LARGEST_K`]: two launches an iteration, for matrices of all shapes together.
+//! The iteration for k <= [`tall::LARGEST_K`]: two launches an iteration, for matrices of all shapes together.
 //!
 //! | launch | reads | writes |
 //! |---|---|---|
@@ -8,173 +8,24 @@
 //! The first shares come with X and not to scale; the first polynomial divides A by |X|_F^2 and itself by |X|_F, so X
 //! is never normalised on its own. The last step leaves the norms of the rows in place of A.
 //!
-//! A step holds P and a tile of rows in shared memory, 16 KiB each, which every runtime has. Beyond k = 64 (up to 96) P
-//! comes in slabs and the tile has half as many rows. A unit computes 4 by 4 elements (2 by 6 of a product and 6 by 6 of A
-//! beyond), whose factors are neighbours in shared memory and are read four at a time. X is read and written once an
-//! iteration; shares are k^2 numbers a block, written once and read once for each tile of a row of P and of a column.
+//! X is read and written once an iteration; shares are k^2 numbers a block, written once and read once for each tile of a
+//! row of P and of a column. How a cube multiplies is in [`tall`].
 
 use cubecl::prelude::*;
 use dormouse_reference::Result;
 
-use super::fused::{UNITS, scale_of, square_of};
-use super::table::{Block, Blocks, Stack, Table, block_of, tile_of};
+use super::fused::{scale_of, square_of};
+use super::table::Stack;
 use super::{CUBIC, LINEAR, QUINTIC};
 use crate::device::Device;
 use crate::launch::Grid;
 use crate::runtime::Engine;
 use crate::scale::inverse_of;
+use crate::tall::{self, Block, HELD, NARROW, Table, UNITS, block_of, tile_of};
 use crate::tensor::{Floats, Tensor};
-
-/// The largest k: 6 by 6 elements of A a unit.
-pub(super) const LARGEST_K: usize = 96;
-
-/// The largest k for which a unit has 4 by 4 elements of A.
-const NARROW: usize = 64;
-
-/// Elements of a tile of rows of X, and of P or a slab of it, in shared memory.
-const HELD: usize = 4096;
-
-/// Rows of a block, where that makes [`MOST`] blocks or fewer: two tiles.
-const ROWS: usize = 128;
-const ROWS_OF_WIDE: usize = 64;
-
-/// The most blocks of a matrix.
-const MOST: usize = 32;
 
 /// Rows and columns of P that a cube computes, 2 by 2 elements a unit, and the depth of its tiles.
 pub(super) const SIDE: usize = 32;
-
-/// How the rows of a matrix are cut.
-pub(super) fn blocks(n: usize, k: usize) -> Blocks {
-    let (rows, step) = if k <= NARROW { (ROWS, rows_of_tile(4)) } else { (ROWS_OF_WIDE, rows_of_tile(6)) };
-    Blocks::of(n, rows, step, MOST)
-}
-
-/// Rows of a tile, by the columns of a unit: 64 of 64 columns, 32 of 96.
-const fn rows_of_tile(columns: usize) -> usize {
-    if columns == 4 { 64 } else { 32 }
-}
-
-/// Rows of P in shared memory at a time.
-const fn depth_of(columns: usize) -> usize {
-    if columns == 4 { 64 } else { 32 }
-}
-
-/// The tile of rows from `top` to `end` of the matrix at `from`, times `factor`; zeros around it. Waits until all is there.
-#[cube]
-fn load_rows(
-    x: &Floats,
-    tile: &mut SharedMemory<f32>,
-    from: usize,
-    top: usize,
-    end: usize,
-    k: usize,
-    factor: f32,
-    #[comptime] columns: usize,
-) {
-    let side = comptime!(16 * columns);
-    let units = comptime!(UNITS as usize);
-    let me = UNIT_POS as usize;
-    #[unroll]
-    for part in 0..comptime!(rows_of_tile(columns) * 16 * columns / UNITS as usize) {
-        let at = part * units + me;
-        let (r, c) = (at / side, at % side);
-        let mut value = 0.0f32;
-        if top + r < end && c < k {
-            value = x.at(from + (top + r) * k + c) * factor;
-        }
-        tile[at] = value;
-    }
-    sync_cube();
-}
-
-/// Adds the products of the columns of a tile, `columns` by `columns` of them a unit.
-#[cube]
-fn add_products(tile: &SharedMemory<f32>, rows: usize, sums: &mut Array<f32>, #[comptime] columns: usize) {
-    let side = comptime!(16 * columns);
-    let me = UNIT_POS as usize;
-    let top = me / 16 * columns;
-    let left = me % 16 * columns;
-    for r in 0..rows {
-        let mut lefts = Array::<f32>::new(columns);
-        let mut rights = Array::<f32>::new(columns);
-        #[unroll]
-        for s in 0..columns {
-            lefts[s] = tile[r * side + top + s];
-            rights[s] = tile[r * side + left + s];
-        }
-        #[unroll]
-        for s in 0..comptime!(columns * columns) {
-            sums[s] += lefts[comptime!(s / columns)] * rights[comptime!(s % columns)];
-        }
-    }
-}
-
-/// Writes a block's share of A.
-#[cube]
-fn write_share(shares: &mut Floats, block: &Block, sums: &Array<f32>, #[comptime] columns: usize) {
-    let me = UNIT_POS as usize;
-    let k = block.k;
-    let at = CUBE_POS * block.widest * block.widest;
-    #[unroll]
-    for s in 0..comptime!(columns * columns) {
-        let i = me / 16 * columns + comptime!(s / columns);
-        let j = me % 16 * columns + comptime!(s % columns);
-        if block.here && i < k && j < k {
-            shares.set(at + i * k + j, sums[s]);
-        }
-    }
-}
-
-/// How many rows of a tile from `top` lie before `end`. No constant, which would be unrolled.
-#[cube]
-fn rows_in(top: usize, end: usize, #[comptime] most: usize) -> usize {
-    let mut rows = 0usize;
-    if top < end {
-        rows = end - top;
-    }
-    if rows > most {
-        rows = most.runtime();
-    }
-    rows
-}
-
-/// The share of A that a block has, times `factor` squared.
-#[cube]
-fn gram_of(
-    x: &Floats,
-    shares: &mut Floats,
-    tile: &mut SharedMemory<f32>,
-    block: &Block,
-    factor: f32,
-    #[comptime] columns: usize,
-) {
-    let most = comptime!(rows_of_tile(columns));
-    let mut sums = Array::<f32>::new(comptime!(columns * columns));
-    #[unroll]
-    for s in 0..comptime!(columns * columns) {
-        sums[s] = 0.0f32;
-    }
-    for step in 0..block.rows.div_ceil(most) {
-        let top = block.first + step * most;
-        load_rows(x, tile, block.x, top, block.end, block.k, factor, columns);
-        add_products(tile, rows_in(top, block.end, most), &mut sums, columns);
-        // The next rows come into the same memory.
-        sync_cube();
-    }
-    write_share(shares, block, &sums, columns);
-}
-
-/// The share of A that the cube's block has, times `factor` squared.
-#[cube]
-pub(super) fn gram(x: &Floats, shares: &mut Floats, block: &Block, factor: f32) {
-    let mut tile = SharedMemory::<f32>::new_aligned(comptime!(HELD), 16usize);
-    if block.k <= NARROW {
-        gram_of(x, shares, &mut tile, block, factor, 4usize);
-    } else {
-        gram_of(x, shares, &mut tile, block, factor, 6usize);
-    }
-}
 
 /// A tile of P. A is symmetric, so its rows are read for its columns, and neighbours read neighbours. In the first
 /// iteration the shares are of blocks over their own powers of two.
@@ -309,93 +160,6 @@ fn polynomial_kernel(
     }
 }
 
-/// A slab of P from row `from` on; zeros around it.
-#[cube]
-fn load_slab(
-    polynomials: &Floats,
-    slab: &mut SharedMemory<f32>,
-    block: &Block,
-    from: usize,
-    #[comptime] columns: usize,
-) {
-    let side = comptime!(16 * columns);
-    let units = comptime!(UNITS as usize);
-    let me = UNIT_POS as usize;
-    let at_matrix = block.matrix * block.widest * block.widest;
-    #[unroll]
-    for part in 0..comptime!(depth_of(columns) * 16 * columns / UNITS as usize) {
-        let at = part * units + me;
-        let (d, c) = (from + at / side, at % side);
-        let mut value = 0.0f32;
-        if block.here && d < block.k && c < block.k {
-            value = polynomials.at(at_matrix + d * block.k + c);
-        }
-        slab[at] = value;
-    }
-}
-
-/// A tile of rows times P, in its place. Waits until all is there.
-#[cube]
-fn multiply(
-    polynomials: &Floats,
-    tile: &mut SharedMemory<f32>,
-    slab: &mut SharedMemory<f32>,
-    block: &Block,
-    number: usize,
-    #[comptime] columns: usize,
-) {
-    let side = comptime!(16 * columns);
-    let depth = comptime!(depth_of(columns));
-    let rows = comptime!(rows_of_tile(columns) / 16);
-    let me = UNIT_POS as usize;
-    let top = me / 16 * rows;
-    let left = me % 16 * columns;
-    let mut sums = Array::<f32>::new(comptime!(rows * columns));
-    #[unroll]
-    for s in 0..comptime!(rows * columns) {
-        sums[s] = 0.0f32;
-    }
-    for step in 0..block.k.div_ceil(depth) {
-        // A single slab stays for all tiles.
-        if block.k > depth || number == 0 {
-            load_slab(polynomials, slab, block, step * depth, columns);
-        }
-        sync_cube();
-        let mut quads = (block.k - step * depth).div_ceil(4usize);
-        if quads > depth / 4 {
-            quads = (depth / 4).runtime();
-        }
-        for quad in 0..quads {
-            let mut values = Array::<f32>::new(comptime!(4 * rows));
-            #[unroll]
-            for r in 0..rows {
-                #[unroll]
-                for d in 0..4usize {
-                    values[r * 4 + d] = tile[(top + r) * side + step * depth + quad * 4 + d];
-                }
-            }
-            #[unroll]
-            for d in 0..4usize {
-                let mut factors = Array::<f32>::new(columns);
-                #[unroll]
-                for c in 0..columns {
-                    factors[c] = slab[(quad * 4 + d) * side + left + c];
-                }
-                #[unroll]
-                for s in 0..comptime!(rows * columns) {
-                    sums[s] += values[comptime!(s / columns * 4 + d)] * factors[comptime!(s % columns)];
-                }
-            }
-        }
-        sync_cube();
-    }
-    #[unroll]
-    for s in 0..comptime!(rows * columns) {
-        tile[(top + comptime!(s / columns)) * side + left + comptime!(s % columns)] = sums[s];
-    }
-    sync_cube();
-}
-
 /// A step on the cube's block of rows.
 #[cube]
 fn step_of(
@@ -411,9 +175,8 @@ fn step_of(
     #[comptime] columns: usize,
 ) {
     let side = comptime!(16 * columns);
-    let most = comptime!(rows_of_tile(columns));
+    let most = comptime!(tall::rows_of_tile(columns));
     let me = UNIT_POS as usize;
-    let units = comptime!(UNITS as usize);
     let mut sums = Array::<f32>::new(comptime!(columns * columns));
     #[unroll]
     for s in 0..comptime!(columns * columns) {
@@ -421,16 +184,9 @@ fn step_of(
     }
     for number in 0..block.rows.div_ceil(most) {
         let top = block.first + number * most;
-        load_rows(x, tile, block.x, top, block.end, block.k, factor, columns);
-        multiply(polynomials, tile, slab, block, number, columns);
-        #[unroll]
-        for part in 0..comptime!(rows_of_tile(columns) * 16 * columns / UNITS as usize) {
-            let at = part * units + me;
-            let (r, c) = (at / side, at % side);
-            if top + r < block.end && c < block.k {
-                x.set(block.x + (top + r) * block.k + c, tile[at]);
-            }
-        }
+        tall::load_rows(x, tile, block.x, top, block.end, block.k, factor, columns);
+        tall::multiply(polynomials, tile, slab, block, number, columns);
+        tall::store_rows(x, tile, block.x, top, block.end, block.k, columns);
         if comptime!(last) {
             // Every unit begins in a column of its own, since those of one column lie in one bank.
             if me < most && top + me < block.end {
@@ -447,13 +203,13 @@ fn step_of(
                 norms.set(block.norms + top + me, square.sqrt());
             }
         } else {
-            add_products(tile, rows_in(top, block.end, most), &mut sums, columns);
+            tall::add_products(tile, tall::rows_in(top, block.end, most), &mut sums, columns);
         }
         // The next rows come into the same memory.
         sync_cube();
     }
     if comptime!(!last) {
-        write_share(shares, block, &sums, columns);
+        tall::write_share(shares, block, &sums, columns);
     }
 }
 
@@ -469,7 +225,7 @@ fn step_kernel(
     #[comptime] first: bool,
     #[comptime] last: bool,
 ) {
-    let block = block_of(&table);
+    let block = block_of(&table, tall::NO_FAULT);
     let mut tile = SharedMemory::<f32>::new_aligned(comptime!(HELD), 16usize);
     let mut slab = SharedMemory::<f32>::new_aligned(comptime!(HELD), 16usize);
     let mut factor = 1.0f32;
@@ -487,16 +243,16 @@ fn step_kernel(
 
 /// Room for the blocks' shares of A.
 pub(super) fn shares<R: Engine>(b: &Device<R>, of: &Stack) -> Result<Tensor> {
-    b.float_scratch(&[of.cubes, of.widest, of.widest])
+    b.float_scratch(&[of.layout.cubes, of.layout.widest, of.layout.widest])
 }
 
 /// Iterates on X in place, from the first shares of A; writes the norms of its rows.
 pub(super) fn iterate<R: Engine>(b: &Device<R>, of: &Stack, shares: &Tensor, iterations: usize) -> Result<()> {
-    let polynomials = b.float_scratch(&[of.matrices, of.widest, of.widest])?;
+    let polynomials = b.float_scratch(&[of.layout.matrices, of.layout.widest, of.layout.widest])?;
     for iteration in 0..iterations {
         let (first, last) = (iteration == 0, iteration + 1 == iterations);
         let uses = [&of.scales, &of.squares, shares, &polynomials];
-        let grid = Grid::cubes(of.tiles, UNITS);
+        let grid = Grid::cubes(of.layout.tiles, UNITS);
         let bytes = shares.bytes() + polynomials.bytes();
         b.launch("muon::polynomial", grid, bytes, &uses, |client, cubes, dim| {
             let [scales, squares, shares, polynomials] = uses.map(|t| b.floats(t));
@@ -511,7 +267,7 @@ pub(super) fn iterate<R: Engine>(b: &Device<R>, of: &Stack, shares: &Tensor, ite
                     squares,
                     shares,
                     polynomials,
-                    of.table(),
+                    of.layout.table(),
                     first,
                     mutant,
                 )
@@ -520,7 +276,7 @@ pub(super) fn iterate<R: Engine>(b: &Device<R>, of: &Stack, shares: &Tensor, ite
         let uses = [&of.scales, &polynomials, &of.x, shares, &of.norms];
         let bytes = 2 * of.x.bytes() + polynomials.bytes() + if last { of.norms.bytes() } else { shares.bytes() };
         let name = if last { "muon::last" } else { "muon::step" };
-        b.launch(name, of.grid(), bytes, &uses, |client, cubes, dim| {
+        b.launch(name, of.layout.grid(), bytes, &uses, |client, cubes, dim| {
             let [scales, polynomials, x, shares, norms] = uses.map(|t| b.floats(t));
             // SAFETY: a cube reads and writes its own rows and its own share; every access is guarded by k and the last row.
             unsafe {
@@ -533,7 +289,7 @@ pub(super) fn iterate<R: Engine>(b: &Device<R>, of: &Stack, shares: &Tensor, ite
                     x,
                     shares,
                     norms,
-                    of.table(),
+                    of.layout.table(),
                     first,
                     last,
                 )

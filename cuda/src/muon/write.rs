@@ -3,12 +3,12 @@
 use cubecl::prelude::*;
 use dormouse_reference::Result;
 
-use super::fused::UNITS;
-use super::table::{Block, Places, Stack, Table, block_of, in_block, pick, place_of};
+use super::table::{Places, Stack, in_block, place_of};
 use super::{Call, divisor_of};
 use crate::cube;
 use crate::device::Device;
 use crate::runtime::Engine;
+use crate::tall::{self, Block, Table, UNITS, block_of, pick};
 use crate::tensor::{Floats, Tensor};
 
 /// Columns that the units of [`columns_kernel`] take at a time, and the units that share one.
@@ -38,7 +38,7 @@ fn columns_kernel(x: &Floats, norms: &Floats, sums: &mut Floats, table: Table, #
     let me = UNIT_POS as usize;
     let wide = comptime!(COLUMNS);
     let lanes = comptime!(LANES);
-    let block = block_of(&table);
+    let block = block_of(&table, tall::NO_FAULT);
     let mut shared = SharedMemory::<f32>::new(comptime!(UNITS as usize));
     let mean = mean_of(norms, &block, &mut shared);
     for tile in 0..block.k.div_ceil(wide) {
@@ -93,7 +93,7 @@ fn write_kernel(
 ) {
     let me = UNIT_POS as usize;
     let units = comptime!(UNITS as usize);
-    let block = block_of(&table);
+    let block = block_of(&table, tall::NO_FAULT);
     let k = block.k;
     let own = CUBE_POS * block.widest;
     let mut row_mean = 0.0f32;
@@ -172,13 +172,22 @@ fn write_kernel(
 
 /// Adds up the columns of the iterate `x`; gives a row of sums a block.
 pub(super) fn columns<R: Engine>(b: &Device<R>, of: &Stack, x: &Tensor) -> Result<Tensor> {
-    let sums = b.float_scratch(&[of.cubes, of.widest])?;
+    let sums = b.float_scratch(&[of.layout.cubes, of.layout.widest])?;
     let uses = [x, &of.norms, &sums];
-    b.launch("muon::columns", of.grid(), x.bytes(), &uses, |client, cubes, dim| {
+    b.launch("muon::columns", of.layout.grid(), x.bytes(), &uses, |client, cubes, dim| {
         let [x, norms, sums] = uses.map(|t| b.floats(t));
         // SAFETY: a cube stays in its block; rows past the last touch nothing.
         unsafe {
-            columns_kernel::launch_unchecked::<R>(client, cubes, dim, x, norms, sums, of.table(), of.mutant(&[8]))
+            columns_kernel::launch_unchecked::<R>(
+                client,
+                cubes,
+                dim,
+                x,
+                norms,
+                sums,
+                of.layout.table(),
+                of.mutant(&[8]),
+            )
         }
     })?;
     Ok(sums)
@@ -186,10 +195,10 @@ pub(super) fn columns<R: Engine>(b: &Device<R>, of: &Stack, x: &Tensor) -> Resul
 
 /// Moves the matrices by the iterate `x`.
 pub(super) fn launch<R: Engine>(b: &Device<R>, call: &Call<'_>, of: &Stack, [x, sums]: [&Tensor; 2]) -> Result<()> {
-    let (across, down) = of.grid().cubes;
-    let divisors = b.float_scratch(&[across as usize * down as usize, of.widest])?;
+    let (across, down) = of.layout.grid().cubes;
+    let divisors = b.float_scratch(&[across as usize * down as usize, of.layout.widest])?;
     let uses = [call.grads, x, &of.norms, sums, &of.moved, call.lr, call.apply, &divisors, call.m, call.params];
-    b.launch("muon::write", of.grid(), 6 * x.bytes(), &uses, |client, cubes, dim| {
+    b.launch("muon::write", of.layout.grid(), 6 * x.bytes(), &uses, |client, cubes, dim| {
         let [grads, x, norms, sums, moved, lr, apply, divisors, m, params] = uses.map(|t| b.floats(t));
         let (scales, decays) = (of.floats(|entry| entry.scale), of.floats(|entry| entry.weight_decay));
         // SAFETY: entries lie inside the buffers; rows past the last and cubes behind the last block touch nothing but the
@@ -209,7 +218,7 @@ pub(super) fn launch<R: Engine>(b: &Device<R>, call: &Call<'_>, of: &Stack, [x, 
                 divisors,
                 m,
                 params,
-                of.table(),
+                of.layout.table(),
                 of.places(),
                 scales,
                 decays,
