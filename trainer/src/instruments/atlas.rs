@@ -27,8 +27,12 @@ const COLUMNS: &str = "step\tstage\top\tkernel\tlaunches\tnodes\talloc_bytes\tsy
 /// The first steps of a process compile, lay out memory and capture; summaries leave them out.
 pub const WARM_UP: u64 = 4;
 
-/// The stages in which the host waits, by design: it brings a step's batch before the step and reads its records after.
-const WAITS: [&str; 2] = ["data", "reads"];
+/// The stages in which the host waits, by design: it brings a step's batch before the step and reads its records after. A
+/// table in host memory takes the gradients of its rows in [`HOST_TABLE`], every `optimizer.host_adam_every_steps` steps.
+const WAITS: [&str; 3] = ["data", "reads", HOST_TABLE];
+
+/// The stage in which a table in host memory is moved.
+pub const HOST_TABLE: &str = "host table";
 
 /// An atlas that is being written.
 pub struct Writer {
@@ -317,6 +321,7 @@ mod tests {
         };
         write("data").unwrap();
         write("reads").unwrap();
+        write(super::HOST_TABLE).unwrap();
         let error = write("backward").unwrap_err().to_string();
         assert!(error.contains("step 7") && error.contains("stage `backward`"), "{error}");
     }
