@@ -43,6 +43,7 @@ mod mask;
 mod mask_vector;
 pub mod matmul;
 mod muon;
+mod narrow;
 mod price;
 mod ranges;
 pub mod receipts;

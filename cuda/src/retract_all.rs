@@ -89,11 +89,12 @@ fn by_class<R: Engine>(
         // No launch knows of a factor without matrices.
         b.fill(spreads, 0.0)?;
     }
-    for class in classes(&config.factors) {
+    // No factor reads what another one writes.
+    b.all_beside(&classes(&config.factors), &|b, class| {
         let [_, n, k] = config.factors[class[0]].shape;
         let factors: Vec<Factor> = class
-            .into_iter()
-            .map(|slot| (slot, &config.factors[slot]))
+            .iter()
+            .map(|&slot| (slot, &config.factors[slot]))
             .map(|(slot, factor)| Factor { start: factor.start, count: factor.shape[0], slot })
             .filter(|factor| factor.count > 0)
             .collect();
@@ -101,6 +102,6 @@ fn by_class<R: Engine>(
             let batch = Batch { buffer: params, apply, factors, n, k, iterations, power_iterations, mutant };
             fused::update(b, &batch, spreads)?;
         }
-    }
-    Ok(())
+        Ok(())
+    })
 }

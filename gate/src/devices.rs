@@ -263,7 +263,9 @@ where
     if let Some(refusal) = refuses::<O>(opened, setting) {
         return Outcome::not_applicable(refusal);
     }
-    let context = Context { again: again(opened.runtime().word(), setting), ..context.clone() };
+    // A software driver would take hours for the sizes that a model trains with.
+    let production = opened.runtime() == Runtime::Cuda && matches!(gate, Gate::Diff | Gate::Poison | Gate::Det);
+    let context = Context { again: again(opened.runtime().word(), setting), production, ..context.clone() };
     if gate == Gate::Bite {
         return bite::<O>(opened, setting.precision, &context);
     }

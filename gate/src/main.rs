@@ -180,6 +180,7 @@ fn run(args: &Args) -> Result<ExitCode> {
         seed,
         only: args.case.clone(),
         random_cases: args.random,
+        production: false,
         golden: args.golden.clone(),
         stop_at_first: false,
         again: String::new(),

@@ -91,6 +91,10 @@ impl Operation for EngramOp {
         ]
     }
 
+    fn production() -> Vec<Case<Config>> {
+        vec![case([8, 512, 768], [3, 98_304, 32], "normal", true)]
+    }
+
     fn strategy() -> BoxedStrategy<Case<Config>> {
         let dims = [1..4usize, 1..9usize, 2..24usize];
         (dims, [1..4usize, 1..60usize, 1..9usize], 0..FAMILIES.len(), any::<bool>())

@@ -84,6 +84,10 @@ impl Operation for RetractOp {
         cases
     }
 
+    fn production() -> Vec<Case<Config>> {
+        vec![case([3, 2048, 64], 4, "step")]
+    }
+
     fn strategy() -> BoxedStrategy<Case<Config>> {
         (1..4usize, 1..12usize, 0..20usize, 1..7usize, 0..FAMILIES.len())
             .prop_map(|(e, k, more, iterations, family)| case([e, k + more, k], iterations, FAMILIES[family].0))

@@ -118,6 +118,10 @@ impl Operation for RetractAllOp {
         cases
     }
 
+    fn production() -> Vec<Case<Config>> {
+        vec![case(&[[3, 2048, 64], [3, 768, 64], [1, 768, 64], [1, 256, 64]], 4, "step")]
+    }
+
     fn strategy() -> BoxedStrategy<Case<Config>> {
         let shape = (0..3usize, 1..8usize, 0..9usize).prop_map(|(e, k, more)| [e, k + more, k]);
         (prop::collection::vec(shape, 1..4), 1..7usize, 0..FAMILIES.len())

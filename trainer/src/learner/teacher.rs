@@ -13,7 +13,7 @@ use std::cell::{Cell, RefCell};
 use anyhow::{Context, Result, bail, ensure};
 use dormouse_cuda::Pass as Direction;
 use dormouse_reference::ema::{self, Ema};
-use dormouse_reference::{Backend, DType};
+use dormouse_reference::{Backend, DType, beside};
 
 use super::ModelLearner;
 use super::memory::memory;
@@ -209,30 +209,31 @@ impl<B: Backend + Witness> ModelLearner<B> {
         let unlabelled = model::Batch { targets: None, ..*batch };
         let plain = model::Batch { memory: plain_keys, ..*batch };
 
-        let mut teacher = None;
-        let targets = match &part.source {
-            Source::Teacher { params, .. } => {
-                let pass = model.teacher_pass(params, &mask);
-                let seen = model::Batch { targets: None, ..plain };
-                let forward = model.forward_pass(b, &seen, None, pass)?;
-                let latents = latents_of(&forward);
-                teacher = Some(forward);
-                latents
-            }
-            Source::Targets { latents, .. } => {
-                let width = self.config.model.width;
-                b.view(latents, index * positions * width, &[shape[0], shape[1], width])?
-            }
-        };
-        let (forward, weight) = match part.mode {
-            JepaMode::Shared => {
-                let pass = Pass::Shared { mask: &mask, visible: &visible };
-                (model.forward_pass(b, batch, None, pass)?, Some(&weight_ce))
-            }
-            JepaMode::Separate | JepaMode::Off => {
-                (model.forward_pass(b, &unlabelled, None, Pass::Masked { mask: &mask })?, None)
-            }
-        };
+        let (teacher, student) = beside(
+            b,
+            |b| match &part.source {
+                Source::Teacher { params, .. } => {
+                    let pass = model.teacher_pass(params, &mask);
+                    let seen = model::Batch { targets: None, ..plain };
+                    let forward = model.forward_pass(b, &seen, None, pass)?;
+                    Ok((latents_of(&forward), Some(forward)))
+                }
+                Source::Targets { latents, .. } => {
+                    let width = self.config.model.width;
+                    Ok((b.view(latents, index * positions * width, &[shape[0], shape[1], width])?, None))
+                }
+            },
+            |b| match part.mode {
+                JepaMode::Shared => {
+                    let pass = Pass::Shared { mask: &mask, visible: &visible };
+                    Ok((model.forward_pass(b, batch, None, pass)?, Some(&weight_ce)))
+                }
+                JepaMode::Separate | JepaMode::Off => {
+                    Ok((model.forward_pass(b, &unlabelled, None, Pass::Masked { mask: &mask })?, None))
+                }
+            },
+        )?;
+        let ((targets, teacher), (forward, weight)) = (teacher, student);
         let objective = model.objective(b, &latents_of(&forward), &targets, &mask)?;
         let first = index * (self.config.model.iterations + TERMS);
         let keep = |loss: &B::Tensor, i: usize| b.keep(loss, &b.view(&self.losses, first + i, &[1])?);
