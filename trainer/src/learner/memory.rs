@@ -4,8 +4,8 @@
 //! With the table on the device its rows lie last in the flat buffer, with gradients and moments at the same places, and
 //! `row_adam` is one more operation of the step. With the table on the host the flat buffer has room for the rows of one
 //! batch. They are copied there before the step, under their ranks; after it their gradient, the clipping's scale and
-//! the flag come back, and the host moves its rows, at once or after several steps (`waiting`). Sums, norm and flag have the same operands in the same order, so the
-//! bits are those of a table on the device.
+//! the flag come back, and the host moves its rows, at once or after several steps (`waiting`). Sums, norm and flag have
+//! the same operands in the same order, so the bits are those of a table on the device.
 
 use std::borrow::Cow;
 use std::cell::RefCell;
