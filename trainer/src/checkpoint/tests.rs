@@ -150,12 +150,12 @@ fn bytes_read() -> u64 {
 #[test]
 fn a_table_is_read_once_and_its_damage_is_named_in_words() {
     let folder = tempfile::tempdir().unwrap();
-    let table = Some(Arc::new(HostTable::new(32, vec![0.5; 1 << 18])));
-    let path = save(folder.path(), &State { table: table.clone(), ..state(3) }, &facts(3, None)).unwrap();
+    let table = Arc::new(HostTable::new(32, vec![0.5; 1 << 18]));
+    let path = save(folder.path(), &State { table: Some(table.clone()), ..state(3) }, &facts(3, None)).unwrap();
     let file = path.join(super::TABLE);
     let size = std::fs::metadata(&file).unwrap().len();
     let before = bytes_read();
-    assert_eq!(load(&path).unwrap().state.table, table);
+    assert_eq!(load(&path).unwrap().state.table.as_ref(), Some(&table));
     // All the rest of this checkpoint has a few kilobytes.
     let read = bytes_read() - before;
     assert!((size..size + 20_000).contains(&read), "{read} bytes were read for a table of {size}");
@@ -166,7 +166,7 @@ fn a_table_is_read_once_and_its_damage_is_named_in_words() {
         assert!(text.contains("engram.table has CRC-32C ") && text.contains(", expected "), "{text}");
         assert!(!text.contains("FileEntry"), "{text}");
     }
-    table.unwrap().save(&file, 3).unwrap();
+    table.save(&file, 3).unwrap();
     verify(&path).unwrap();
     let mut bytes = std::fs::read(&file).unwrap();
     for at in [50, bytes.len() - 1] {

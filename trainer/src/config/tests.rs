@@ -100,6 +100,12 @@ fn values_that_cannot_work_are_refused_with_their_key() {
         ("train.batch_rows=9223372036854775807", "give 1048576 or less"),
         ("train.total_steps=9223372036854775807", "a number that 32 bits hold"),
         ("optimizer.beta2=1.0", "`optimizer.beta2` is 1"),
+        ("optimizer.host_adam_every_steps=0", "`optimizer.host_adam_every_steps` is 0; give 1 or more"),
+        ("optimizer.host_adam_every_steps=65", "`optimizer.host_adam_every_steps` is 65; give 64 or less"),
+        (
+            "optimizer.host_adam_every_steps=2",
+            "`optimizer.host_adam_every_steps` is 2, and model.engram is off; give --set model.engram=host, or 1",
+        ),
         ("train.accumulate=3", "does not divide train.batch_rows = 8"),
         ("log.prompts=[\"\"]", "empty prompt"),
         ("model.rank=1000", "above model.width = 256"),

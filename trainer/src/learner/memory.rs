@@ -4,8 +4,8 @@
 //! With the table on the device its rows lie last in the flat buffer, with gradients and moments at the same places, and
 //! `row_adam` is one more operation of the step. With the table on the host the flat buffer has room for the rows of one
 //! batch. They are copied there before the step, under their ranks; after it their gradient, the clipping's scale and
-//! the flag come back, and the host moves its rows, at once or after several steps (`waiting`). Sums, norm and flag have the same operands in the same order, so the
-//! bits are those of a table on the device.
+//! the flag come back, and the host moves its rows, at once or after several steps (`waiting`). Sums, norm and flag have
+//! the same operands in the same order, so the bits are those of a table on the device.
 
 use std::borrow::Cow;
 use std::cell::RefCell;
@@ -259,14 +259,18 @@ impl<B: Backend> MemoryPart<B> {
         Ok(b.view(&model.grads, model.table.get(MEMORY_TABLE).start, &[rows, self.width])?)
     }
 
-    /// Moves the rows of a table on the host by the sums of their gradients.
+    /// Moves the rows of a table on the host by the sums of their gradients; nothing waits after that.
     fn update_host(&mut self, config: &row_adam::Config, sums: Sums, lr: f64) -> Result<()> {
         let Place::Host(table) = &mut self.place else { return Ok(()) };
         let (unique, grads) = sums.take(self.width)?;
         // A checkpoint that still holds the table keeps its own copy.
         let table = Arc::make_mut(table);
         // The sums are scaled already, and steps that were skipped have no part in them.
-        Ok(table.update(config, &Compact { unique, slots: Vec::new() }, grads.view(), [lr as f32, 1.0], true)?)
+        table.update(config, &Compact { unique, slots: Vec::new() }, grads.view(), [lr as f32, 1.0], true)?;
+        if let Some(window) = &mut self.window {
+            window.restart(Sums::default());
+        }
+        Ok(())
     }
 
     /// Adds what a checkpoint holds of the memory beside the flat buffers.
@@ -337,7 +341,6 @@ impl<B: Backend + Witness> ModelLearner<B> {
                 let config = self.row_adam();
                 if let Some(memory) = &mut self.memory {
                     memory.update_host(&config, sums, lr)?;
-                    memory.window.as_mut().map(|window| window.restart(Sums::default()));
                 }
             }
         }

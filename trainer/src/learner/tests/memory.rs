@@ -230,12 +230,12 @@ fn a_table_on_the_host_that_waits_four_steps_moves_in_every_fourth_alone_and_res
     device.import(&states[8]).expect("nothing waits");
 }
 
-/// Two steps of one gradient sum to twice of it: the first has no rate, so nothing moves between them.
+/// Two steps of one gradient sum to twice of it: the first has no rate and no retraction, so nothing moves between them.
 #[test]
 fn what_waits_is_the_sum_of_the_steps_and_not_the_last_of_them() {
     let moments = |every: u64, steps: u64| {
         let mut config = with_memory(Engram::Host, 2, 16);
-        config.optimizer.host_adam_every_steps = every;
+        (config.optimizer.host_adam_every_steps, config.optimizer.retract_every_steps) = (every, 1000);
         let mut learner = learner::<f32>(&config);
         for step in 0..steps {
             let rate = if step + 1 == steps { 1e-3 } else { 0.0 };
@@ -248,8 +248,9 @@ fn what_waits_is_the_sum_of_the_steps_and_not_the_last_of_them() {
     let ((m, v), (once_m, once_v)) = (moments(2, 2), moments(1, 1));
     assert!(once_m.iter().any(|&x| x != 0.0));
     // Twice and four times are exact.
-    assert_eq!(m, once_m.iter().map(|x| 2.0 * x).collect::<Vec<_>>());
-    assert_eq!(v, once_v.iter().map(|x| 4.0 * x).collect::<Vec<_>>());
+    for (i, (m, once)) in m.iter().zip(&once_m).enumerate() {
+        assert_eq!((*m, v[i]), (2.0 * once, 4.0 * once_v[i]), "element {i}");
+    }
 }
 
 /// The same run with its table elsewhere, which does not wait.
