@@ -99,12 +99,7 @@ fn through<R: Engine>(
 }
 
 /// du; the gradients of the parameters are added to what `call` names.
-pub(super) fn backward<R: Engine>(
-    b: &Device<R>,
-    call: &Backward<'_>,
-    saved: &Hidden,
-    kept: &Saved,
-) -> Result<()> {
+pub(super) fn backward<R: Engine>(b: &Device<R>, call: &Backward<'_>, saved: &Hidden, kept: &Saved) -> Result<()> {
     let Backward { call: Call { u, params, sizes }, dy, plus, ref into, du } = *call;
     let params = params.as_ref();
     let Sizes { experts, rows, width, hidden, rank, precision } = sizes;

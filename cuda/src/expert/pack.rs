@@ -7,7 +7,7 @@
 use cubecl::prelude::*;
 use dormouse_reference::{DType, Precision, Result, Tensors};
 
-use super::chain::word;
+use super::words::word;
 use crate::device::Device;
 use crate::launch::Grid;
 use crate::runtime::Engine;
@@ -166,12 +166,11 @@ pub(super) fn pack<R: Engine>(
     let (x3, turned, third_rows) = third.map_or((x[0], &no_float, 0), |third| (third.from, third.to, third.rows));
     let blocks = experts * rows.div_ceil(2) * (padded / 2);
     let units = 2 * blocks + experts * third_rows * rank;
-    let written: u64 = out.iter().map(|p| if short { p.by_rank.bytes() + p.by_row.bytes() } else { p.by_rank.bytes() }).sum();
+    let written: u64 =
+        out.iter().map(|p| if short { p.by_rank.bytes() + p.by_row.bytes() } else { p.by_rank.bytes() }).sum();
     let bytes = x[0].bytes() + x[1].bytes() + written + third.map_or(0, |third| 2 * third.from.bytes());
     let mutant = b.mutant(super::STEM);
-    let uses = [
-        x[0], s1, x[1], s2, x3, &out[0].by_rank, by_row[0], &out[1].by_rank, by_row[1], turned,
-    ];
+    let uses = [x[0], s1, x[1], s2, x3, &out[0].by_rank, by_row[0], &out[1].by_rank, by_row[1], turned];
     b.launch(name, Grid::units(units), bytes, &uses, |client, count, dim| {
         let [x1, s1, x2, s2, x3] = [x[0], s1, x[1], s2, x3].map(|t| b.floats(t));
         let [rank_1, row_1, rank_2, row_2] =
@@ -260,8 +259,8 @@ pub(super) fn finish<R: Engine>(
         // SAFETY: the parts are whole multiples of the gradients, which have the lengths that go along.
         unsafe {
             finish_kernel::launch_unchecked::<R>(
-                client, count, dim, dv_parts_, du_parts, ds_parts_, dv_, du, up_ds, down_ds, len, parts, columns, tiles,
-                mutant,
+                client, count, dim, dv_parts_, du_parts, ds_parts_, dv_, du, up_ds, down_ds, len, parts, columns,
+                tiles, mutant,
             )
         }
     })

@@ -36,12 +36,7 @@ pub(super) fn forward<R: Engine>(b: &Device<R>, call: &Call<'_>, into: &Hidden, 
 }
 
 /// du; the gradients of the parameters are added to what `call` names.
-pub(super) fn backward<R: Engine>(
-    b: &Device<R>,
-    call: &Backward<'_>,
-    saved: &Hidden,
-    kept: &Maps,
-) -> Result<()> {
+pub(super) fn backward<R: Engine>(b: &Device<R>, call: &Backward<'_>, saved: &Hidden, kept: &Maps) -> Result<()> {
     let Maps { up: kept_up, gate: kept_gate, down: kept_down } = kept;
     let Backward { call: Call { u, params, sizes }, dy, plus, ref into, du } = *call;
     let params = params.as_ref();
