@@ -17,8 +17,8 @@
 //! | `expert::dparams` | pack | the parts | dV of up, dU of down, both ds, added |
 //!
 //! Instead of 2 N F elements an expert forward and 5 N F backward in f32 these pass some rows of R. A cube of tokens reads
-//! all packed factors of its expert, 1 MB at F 2048 and R 64 in bf16, from L2; that is what bounds the rows of a cube
-//! below. s multiplies a and b where they have one row a token and are read anyway, so no factor is ever scaled; and the
+//! all packed factors of its expert from L2, 0.5 MB forward at F 2048 and R 64 in bf16, and 0.75 MB backward; a cube of
+//! hidden rows reads four forms of its part of the tokens. So a cube has as many rows as leave no multiprocessor idle. s multiplies a and b where they have one row a token and are read anyway, so no factor is ever scaled; and the
 //! sum over tokens of a b is ds, in f32 and without a product of matrices.
 
 use cubecl::prelude::*;
@@ -39,8 +39,7 @@ use crate::tensor::{Floats, Tensor, Words};
 /// The largest rank: with more, the rows of factors and results do not fit a unit's registers.
 const WIDEST: usize = 64;
 
-/// Parts that the tokens are cut into for the gradients of V and U. An H200 has 132 multiprocessors, and 3 experts of
-/// F 2048 make 96 cubes of 64 rows a part, of which three find room on one at a time.
+/// Parts that the tokens are cut into for the gradients of V and U, so that there are more cubes.
 const PARTS: usize = 4;
 
 /// What forward keeps of the maps.
@@ -77,12 +76,14 @@ impl Plans {
         let fits = |plans: &[Plan]| plans.iter().copied().find(|plan| plan.bytes() <= b.shared_memory());
         let plan = |kind, groups, splits, columns, span| Plan { kind, rank, groups, splits, columns, span, math };
         if math.cuda {
-            // 64 rows a cube. Of the tokens' cubes there are fewer than multiprocessors can take, so two groups share
-            // their rows; the hidden rows come in parts. Registers: a span holds p and d.
+            // Tokens: 96 rows a cube make 129 cubes of 4096 tokens and 3 experts, hidden rows: 192 make 132 with the
+            // parts, and an H200 has 132 multiprocessors. So there is one cube on each, with as many units as have
+            // registers: 85 of them for a unit at 768 units, 170 at 384.
+            let forward = if sizes.precision == Precision::Bf16 { (4, 128) } else { (2, 64) };
             Some(Self {
-                forward: fits(&[plan(Kind::Forward, 4, 2, 64, 32)])?,
-                tokens: fits(&[plan(Kind::Tokens, 4, 2, 64, 16)])?,
-                hidden: fits(&[plan(Kind::Hidden, 4, 1, 64, 16)])?,
+                forward: fits(&[plan(Kind::Forward, 6, forward.0, forward.1, 32)])?,
+                tokens: fits(&[plan(Kind::Tokens, 6, 2, 64, 32)])?,
+                hidden: fits(&[plan(Kind::Hidden, 12, 1, 32, 16)])?,
             })
         } else {
             // The software driver has 32 KiB; as many groups, splits and spans as the tests should see.

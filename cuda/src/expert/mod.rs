@@ -15,6 +15,7 @@ mod chained;
 mod fused;
 mod pack;
 mod plain;
+mod words;
 
 use dormouse_reference::expert::{Config, Expert, Ffn, Grads, Inputs, Outputs, Params};
 use dormouse_reference::{Dims, Error, Precision, Result};

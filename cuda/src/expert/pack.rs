@@ -7,7 +7,7 @@
 use cubecl::prelude::*;
 use dormouse_reference::{DType, Precision, Result, Tensors};
 
-use super::chain::word;
+use super::words::word;
 use crate::device::Device;
 use crate::launch::Grid;
 use crate::runtime::Engine;

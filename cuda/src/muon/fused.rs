@@ -23,8 +23,8 @@
 //! scratch of their own.
 
 use cubecl::prelude::*;
-use dormouse_reference::{Result, Tensors};
 use dormouse_reference::muon::Batching;
+use dormouse_reference::{Result, Tensors};
 
 use super::table::Stack;
 use super::{Call, Class, gather, large, small, write};
