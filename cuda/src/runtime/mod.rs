@@ -301,7 +301,7 @@ impl Engine for Cuda {
     }
 
     fn dependencies(client: &ComputeClient<Self>) -> Result<Dependencies, Error> {
-        Self::on_device(client, |shared| Dependencies::of(shared))
+        Self::on_device(client, Dependencies::of)
     }
 
     fn depend(client: &ComputeClient<Self>, on: Dependencies, besides: bool) -> Result<(), Error> {
