@@ -70,3 +70,33 @@ pub(crate) fn totals(first: f32, second: f32, shared: &mut SharedMemory<f32>) ->
     sync_cube();
     (one, two)
 }
+
+/// The larger of two numbers that are not NaN, written out because devices differ about NaN.
+#[cube]
+pub(crate) fn larger(a: f32, b: f32) -> f32 {
+    let mut most = a;
+    if b > a {
+        most = b;
+    }
+    most
+}
+
+/// The largest of `value` over the units of the cube, given to all. Every unit must call it.
+#[cube]
+pub(crate) fn largest(value: f32, shared: &mut SharedMemory<f32>) -> f32 {
+    let me = UNIT_POS as usize;
+    shared[me] = value;
+    sync_cube();
+    #[unroll]
+    for level in 0..8u32 {
+        let half = comptime!(128usize >> level as usize);
+        if me < half {
+            shared[me] = larger(shared[me], shared[me + half]);
+        }
+        sync_cube();
+    }
+    let most = shared[0];
+    // The next call writes the same memory.
+    sync_cube();
+    most
+}

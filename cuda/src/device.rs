@@ -12,16 +12,21 @@ use std::sync::Arc;
 use cubecl::client::ComputeClient;
 use cubecl::prelude::*;
 use dormouse_reference::{DType, Error, Result, StepKey, Tensors};
-use ndarray::{ArrayD, ArrayViewD, IxDyn};
+use ndarray::{ArrayD, ArrayViewD};
 
 use crate::arena::{self, Arena, Place};
 use crate::arm::{Arm, Arms};
 use crate::launch::{GRAPH, Grid, Ledger};
+use crate::narrow::Copies;
 use crate::runtime::{self, Engine, gemm};
 use crate::tensor::{Buffer, FloatsLaunch, Life, MAX_ELEMENTS, Tensor, WORD, WordsLaunch};
 use crate::words;
 
+mod branches;
 mod count;
+mod exchange;
+
+use branches::Branches;
 
 /// Bits that are NaN as a float and out of range as an id: what poisoned scratch holds.
 const POISON: u32 = u32::MAX;
@@ -69,6 +74,9 @@ pub struct Device<R: Engine> {
     captures: Cell<u64>,
     /// The part of its work that the caller is at.
     stage: Cell<&'static str>,
+    branches: Branches,
+    /// Operands of products as bf16.
+    copies: Copies,
     /// Bytes of scratch that no launch has been noted for yet.
     placed: Cell<u64>,
     timers: Cell<bool>,
@@ -102,6 +110,8 @@ impl<R: Engine> Device<R> {
             poison: Cell::new(false),
             captures: Cell::new(0),
             stage: Cell::new(""),
+            branches: Branches::default(),
+            copies: Copies::default(),
             placed: Cell::new(0),
             timers: Cell::new(false),
             _thread: std::marker::PhantomData,
@@ -116,6 +126,11 @@ impl<R: Engine> Device<R> {
     /// Whether scratch starts as NaN instead of unspecified: an operation that reads what it did not write then shows.
     pub fn set_poison(&self, on: bool) {
         self.poison.set(on);
+    }
+
+    /// The copies of operands in bf16.
+    pub(crate) fn copies(&self) -> &Copies {
+        &self.copies
     }
 
     /// The runtime's client, for measurements that no ledger should see.
@@ -221,7 +236,7 @@ impl<R: Engine> Device<R> {
     ) -> Result<bool> {
         let mut launched = false;
         self.timed(kernel, || {
-            launched = R::gemm(&self.client, call, at)?;
+            launched = R::gemm(&self.client, call, at, self.branches.here())?;
             Ok(())
         })?;
         if launched {
@@ -303,6 +318,7 @@ impl<R: Engine> Device<R> {
             return Err(Error::NotPersistent { op, arg });
         }
         self.check_floats(op, &[(arg, into)])?;
+        self.outdated(into);
         match others.iter().find(|(_, other)| into.overlaps(other)) {
             Some(&(other, _)) => Err(Error::Aliased { op, arg, other }),
             None => Ok(()),
@@ -333,6 +349,8 @@ impl<R: Engine> Device<R> {
     fn advance(&self) {
         self.generation.set(self.generation.get() + 1);
         self.arena.borrow_mut().restart();
+        // They lie in the arena.
+        self.copies.clear();
     }
 
     fn run(
@@ -369,6 +387,7 @@ impl<R: Engine> Device<R> {
 
     fn capture(&self, body: &mut dyn FnMut(&Self) -> Result<()>) -> Result<Captured<R::Graph>> {
         R::begin_capture(&self.client)?;
+        self.branches.restart();
         let purpose = self.running.get().unwrap_or_default();
         let before = self.ledgers.borrow_mut().remove(purpose);
         *self.capturing.borrow_mut() = Some(Vec::new());
@@ -467,52 +486,16 @@ impl<R: Engine> Tensors for Device<R> {
     }
 
     fn upload(&self, values: ArrayViewD<'_, f64>, into: &Tensor) -> Result<()> {
-        const OP: &str = "upload";
-        self.check_outside(OP)?;
-        self.check_life(OP, "into", into)?;
-        if values.shape() != into.shape() {
-            return Err(Error::Shape {
-                op: OP,
-                arg: "values",
-                expected: format!("{:?}, as the tensor", into.shape()),
-                got: values.shape().to_vec(),
-            });
-        }
-        if into.is_empty() {
-            return Ok(());
-        }
-        let words = to_words(values, into.dtype)?;
-        let bytes: &[u8] = bytemuck::cast_slice(&words);
-        if R::write(&self.client, into.buffer.part(into.start * WORD, into.bytes()), bytes)? {
-            self.note_sync("upload");
-            return Ok(());
-        }
-        let buffer = Arc::new(Buffer::new(self.client.create_from_slice(bytes)));
-        let staged = Tensor { buffer, start: 0, life: Life::Persistent, ..into.clone() };
-        words::copy(self, &staged, into)?;
-        Ok(R::settle(&self.client)?)
+        self.send(values, into)
     }
 
     fn download(&self, tensor: &Tensor) -> Result<ArrayD<f64>> {
-        const OP: &str = "download";
-        self.check_outside(OP)?;
-        self.check_life(OP, "tensor", tensor)?;
-        let values = if tensor.is_empty() {
-            Vec::new()
-        } else {
-            self.note_sync("download");
-            R::settle(&self.client)?;
-            let read = self.client.read_one(tensor.buffer.part(tensor.start * WORD, tensor.bytes()));
-            // The runtime's own error says more than cubecl's form of it.
-            R::settle(&self.client)?;
-            let bytes = read.map_err(|e| runtime::wgpu_error(OP, &e))?;
-            from_words(&bytes, tensor.dtype)
-        };
-        Ok(ArrayD::from_shape_vec(IxDyn(&tensor.shape), values).expect("a handle's shape matches its memory"))
+        self.fetch(tensor)
     }
 
     fn fill(&self, tensor: &Tensor, value: f64) -> Result<()> {
         self.check_life("fill", "tensor", tensor)?;
+        self.outdated(tensor);
         let bits = match tensor.dtype {
             DType::U32 => value as u32,
             DType::U8 => u32::from(value as u8),
@@ -543,6 +526,7 @@ impl<R: Engine> Tensors for Device<R> {
                 got: from.dtype,
             });
         }
+        self.outdated(into);
         if !from.overlaps(into) {
             return words::copy(self, from, into);
         }
@@ -554,6 +538,14 @@ impl<R: Engine> Tensors for Device<R> {
 
     fn stage(&self, stage: &'static str) {
         self.stage.set(stage);
+    }
+
+    fn beside(
+        &self,
+        first: &mut dyn FnMut(&Self) -> Result<()>,
+        second: &mut dyn FnMut(&Self) -> Result<()>,
+    ) -> Result<()> {
+        self.on_branches(first, second)
     }
 
     fn step(&self, key: &StepKey, body: &mut dyn FnMut(&Self) -> Result<()>) -> Result<()> {
@@ -569,37 +561,5 @@ impl<R: Engine> Tensors for Device<R> {
         self.running.set(None);
         self.advance();
         result
-    }
-}
-
-/// Host values as the words of a tensor, rounded to its type.
-fn to_words(values: ArrayViewD<'_, f64>, dtype: DType) -> Result<Vec<u32>> {
-    let max = match dtype {
-        DType::U32 => f64::from(u32::MAX),
-        DType::U8 => f64::from(u8::MAX),
-        _ => return Ok(values.iter().map(|&v| (v as f32).to_bits()).collect()),
-    };
-    let whole = |(index, &v): (IxDyn, &f64)| {
-        if v >= 0.0 && v <= max && v.fract() == 0.0 {
-            return Ok(v as u32);
-        }
-        use ndarray::Dimension as _;
-        Err(Error::Value {
-            op: "upload",
-            arg: "values",
-            expected: format!("a whole number from 0 to {max}"),
-            got: v,
-            index: index.as_array_view().to_vec(),
-        })
-    };
-    values.indexed_iter().map(whole).collect()
-}
-
-/// The words of a tensor as host values.
-fn from_words(bytes: &[u8], dtype: DType) -> Vec<f64> {
-    let words = bytes.chunks_exact(WORD as usize).map(|w| u32::from_le_bytes([w[0], w[1], w[2], w[3]]));
-    match dtype {
-        DType::U32 | DType::U8 => words.map(f64::from).collect(),
-        _ => words.map(|w| f64::from(f32::from_bits(w))).collect(),
     }
 }

@@ -44,6 +44,20 @@ pub enum Gpu {
     Offline(Device<Offline>),
 }
 
+/// Keeps Mesa's device-select layer out of this process. Whenever adapters are listed it asks a display server which one
+/// to prefer, and complains on standard error about `XDG_RUNTIME_DIR` where there is none; here an adapter is chosen by its
+/// kind. Whoever has set the variable is left alone.
+///
+/// # Safety
+/// No other thread may read or write the environment meanwhile: call it first in `main`.
+pub unsafe fn keep_display_out() {
+    const LAYER_IS_OFF: &str = "NODEVICE_SELECT";
+    if std::env::var_os(LAYER_IS_OFF).is_none() {
+        // SAFETY: the caller vouches that nobody else is at the environment.
+        unsafe { std::env::set_var(LAYER_IS_OFF, "1") };
+    }
+}
+
 impl Runtime {
     /// The word in tables and on the command line.
     #[must_use]

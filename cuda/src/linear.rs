@@ -6,12 +6,12 @@
 
 use cubecl::prelude::*;
 use dormouse_reference::linear::{Config, Grads, Inputs, Linear, Outputs, Params};
-use dormouse_reference::{Dims, Error, Result};
+use dormouse_reference::{Dims, Error, Result, Tensors};
 
 use crate::arm::{Arm, Mutant};
 use crate::device::Device;
 use crate::launch::Grid;
-use crate::matmul::{Plus, Product, matrix, product};
+use crate::matmul::{Plus, Product, matrix, prepare, product};
 use crate::runtime::Engine;
 use crate::sum;
 use crate::tensor::{Floats, Tensor};
@@ -108,8 +108,8 @@ impl<R: Engine> Linear for Device<R> {
             m: rows,
             k: if mutant == 2 { inner - 1 } else { inner },
             n: outer,
-            a: matrix(x, inner).plain(),
-            b: matrix(weight, outer).plain(),
+            a: matrix(x, inner).plain().of_input(),
+            b: matrix(weight, outer).plain().of_input(),
             plus,
             out: matrix(&y, outer),
             precision: config.precision,
@@ -160,14 +160,14 @@ impl<R: Engine> Linear for Device<R> {
             m: rows,
             k: if mutant == 4 { outer - 1 } else { outer },
             n: inner,
-            a: matrix(dy, outer).plain(),
-            b: matrix(weight, outer).transposed(),
+            a: matrix(dy, outer).plain().of_input(),
+            b: matrix(weight, outer).transposed().of_input(),
             plus: plus.filter(|_| mutant != 3).map_or(Plus::Nothing, Plus::Matrix),
             out: matrix(&dx, inner),
             precision: config.precision,
         };
-        product(self, *arm, &for_x)?;
         if rows == 0 {
+            product(self, *arm, &for_x)?;
             return Ok(Grads { dx });
         }
         let for_weight = Product {
@@ -175,13 +175,15 @@ impl<R: Engine> Linear for Device<R> {
             m: inner,
             k: if mutant == 5 { rows - 1 } else { rows },
             n: outer,
-            a: matrix(x, inner).transposed(),
-            b: matrix(dy, outer).plain(),
+            a: matrix(x, inner).transposed().of_input(),
+            b: matrix(dy, outer).plain().of_input(),
             plus: Plus::Destination,
             out: matrix(into.weight, outer),
             ..for_x
         };
-        product(self, *arm, &for_weight)?;
+        prepare(self, *arm, &for_weight)?;
+        prepare(self, *arm, &for_x)?;
+        self.beside(&mut |d| product(d, *arm, &for_weight), &mut |d| product(d, *arm, &for_x))?;
         match (into.bias, arm) {
             (Some(bias), Arm::Plain) => sum::add_rows(self, dy, rows, outer, bias)?,
             (Some(bias), Arm::Fused) => self.add_bias(dy, rows, outer, bias)?,

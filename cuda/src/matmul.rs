@@ -14,6 +14,7 @@ use dormouse_reference::{Error, Precision, Result};
 use crate::arm::Arm;
 use crate::device::Device;
 use crate::launch::Grid;
+use crate::narrow::{EDGE, Narrow};
 use crate::runtime::{Engine, gemm};
 use crate::tensor::{Floats, Tensor, WORD};
 
@@ -51,19 +52,30 @@ pub struct Factor<'a> {
     pub matrix: Matrix<'a>,
     /// Whether the factor is its transpose.
     pub transposed: bool,
+    /// Whether it is an operation's input, which nobody writes before the step ends (weights: before they are updated):
+    /// then a copy in bf16 may stand in for it.
+    pub input: bool,
+}
+
+impl Factor<'_> {
+    /// The factor as an operation's input.
+    #[must_use]
+    pub fn of_input(self) -> Self {
+        Self { input: true, ..self }
+    }
 }
 
 impl<'a> Matrix<'a> {
     /// As a factor.
     #[must_use]
     pub fn plain(self) -> Factor<'a> {
-        Factor { matrix: self, transposed: false }
+        Factor { matrix: self, transposed: false, input: false }
     }
 
     /// Its transpose as a factor.
     #[must_use]
     pub fn transposed(self) -> Factor<'a> {
-        Factor { matrix: self, transposed: true }
+        Factor { matrix: self, transposed: true, input: false }
     }
 
     /// The number of elements from the tensor's start to the end of the last of `batch` matrices.
@@ -356,11 +368,52 @@ fn library<R: Engine>(device: &Device<R>, product: &Product<'_>) -> Result<bool>
         row: factor.matrix.row,
         next: factor.matrix.next,
     };
-    let (left, right) = (stored(a), stored(b));
-    let call = gemm::Call { precision, batch, m, k, n, a: left, b: right, added, out: stored(out.plain()) };
-    let uses = [a.matrix.tensor, b.matrix.tensor, matrix, out.tensor];
-    let [a, b, added, out] = uses.map(Tensor::place);
-    device.gemm(name, product.bytes(), &uses, &call, &gemm::Starts { a, b, added, out })
+    let narrow = narrowed(device, product)?;
+    let (left, right, out_stored) = (stored(a), stored(b), stored(out.plain()));
+    let call =
+        gemm::Call { precision, narrow: narrow.is_some(), batch, m, k, n, a: left, b: right, added, out: out_stored };
+    let (left, right) = (a.matrix.tensor, b.matrix.tensor);
+    match &narrow {
+        Some([a, b]) => {
+            let uses = [&a.words, &b.words, matrix, out.tensor];
+            let [mut left, mut right, added, out] = uses.map(Tensor::place);
+            left.offset += a.offset;
+            right.offset += b.offset;
+            device.gemm(name, product.bytes(), &uses, &call, &gemm::Starts { a: left, b: right, added, out })
+        }
+        None => {
+            let uses = [left, right, matrix, out.tensor];
+            let [a, b, added, out] = uses.map(Tensor::place);
+            device.gemm(name, product.bytes(), &uses, &call, &gemm::Starts { a, b, added, out })
+        }
+    }
+}
+
+/// Rows, terms and columns from which on a product in bf16 has its operands in bf16: with fewer, reading f32 costs less
+/// than a copy does.
+const NARROW_FROM: usize = 256;
+
+/// Makes the copies that a product will read, so that branches beside each other share them.
+pub(crate) fn prepare<R: Engine>(device: &Device<R>, arm: Arm, product: &Product<'_>) -> Result<()> {
+    if arm == Arm::Fused {
+        narrowed(device, product)?;
+    }
+    Ok(())
+}
+
+/// The operands in bf16, where that is asked for, both are inputs, and both can be read 16 bytes at a time.
+fn narrowed<R: Engine>(device: &Device<R>, product: &Product<'_>) -> Result<Option<[Narrow; 2]>> {
+    let Product { batch, m, k, n, a, b, plus, precision, .. } = *product;
+    let even = |factor: Factor<'_>| {
+        factor.input && [factor.matrix.row, factor.matrix.next].iter().all(|step| step.is_multiple_of(EDGE as usize))
+    };
+    let large = batch > 0 && [m, k, n].iter().all(|&side| side >= NARROW_FROM);
+    // The library has no sum of a row for these types.
+    let wanted = R::NARROW && precision == Precision::Bf16 && large && !matches!(plus, Plus::Row(_));
+    if !(wanted && even(a) && even(b)) {
+        return Ok(None);
+    }
+    Ok(Some([device.narrow(a.matrix.tensor)?, device.narrow(b.matrix.tensor)?]))
 }
 
 /// Computes a product with the tiled kernel, `per` by `per` elements a unit.

@@ -1,14 +1,14 @@
 //! `retract_all`: the equations are in `dormouse_reference::retract` and the table in `dormouse_reference::retract_all`.
 //!
-//! Both arms are those of [`crate::retract`]. Arm `plain` calls it factor by factor. Arm `fused` takes the factors of one
-//! shape at once, [`FACTORS`] at most, in three launches for four iterations: a factor has the bits that it has alone.
+//! Both arms are those of [`crate::retract`]. Arm `plain` calls it factor by factor. Arm `fused` takes the factors of all
+//! shapes at once, in three launches for four iterations: a factor has the bits that it has alone.
 
-use dormouse_reference::retract_all::{Config, Outputs, RetractAll, check_config, classes};
+use dormouse_reference::retract_all::{self, Config, Outputs, RetractAll, check_config};
 use dormouse_reference::{Dims, Error, Result, Tensors};
 
 use crate::arm::{Arm, Mutant};
 use crate::device::Device;
-use crate::retract::fused::{self, Batch, FACTORS, Factor, LARGEST_K};
+use crate::retract::fused::{self, Factor, LARGEST_K, Scalars};
 use crate::retract::{self, plain};
 use crate::runtime::Engine;
 use crate::tensor::Tensor;
@@ -39,7 +39,7 @@ impl<R: Engine> RetractAll for Device<R> {
         let spreads = self.float_scratch(&[config.factors.len()])?;
         match self.forward_arm(STEM) {
             Arm::Plain => one_by_one(self, config, params, apply, &spreads)?,
-            Arm::Fused => by_class(self, config, params, apply, &spreads)?,
+            Arm::Fused => at_once(self, config, params, apply, &spreads)?,
         }
         Ok(Outputs { spreads })
     }
@@ -64,13 +64,7 @@ fn one_by_one<R: Engine>(
 }
 
 /// Arm `fused`.
-fn by_class<R: Engine>(
-    b: &Device<R>,
-    config: &Config,
-    params: &Tensor,
-    apply: &Tensor,
-    spreads: &Tensor,
-) -> Result<()> {
+fn at_once<R: Engine>(b: &Device<R>, config: &Config, params: &Tensor, apply: &Tensor, spreads: &Tensor) -> Result<()> {
     let &Config { iterations, power_iterations, .. } = config;
     if let Some(factor) = config.factors.iter().find(|factor| factor.shape[2] > LARGEST_K) {
         return Err(Error::Config {
@@ -89,18 +83,10 @@ fn by_class<R: Engine>(
         // No launch knows of a factor without matrices.
         b.fill(spreads, 0.0)?;
     }
-    for class in classes(&config.factors) {
-        let [_, n, k] = config.factors[class[0]].shape;
-        let factors: Vec<Factor> = class
-            .into_iter()
-            .map(|slot| (slot, &config.factors[slot]))
-            .map(|(slot, factor)| Factor { start: factor.start, count: factor.shape[0], slot })
-            .filter(|factor| factor.count > 0)
-            .collect();
-        for factors in factors.chunks(FACTORS) {
-            let batch = Batch { buffer: params, apply, factors, n, k, iterations, power_iterations, mutant };
-            fused::update(b, &batch, spreads)?;
-        }
-    }
-    Ok(())
+    let call = Scalars { buffer: params, apply, iterations, power_iterations, mutant };
+    let factors = config.factors.iter().enumerate().filter(|(_, factor)| factor.shape[0] > 0);
+    let factors: Vec<_> = factors
+        .map(|(slot, &retract_all::Factor { start, shape: [count, n, k] })| (Factor { start, count, slot }, [n, k]))
+        .collect();
+    fused::update_all(b, &call, &factors, spreads)
 }

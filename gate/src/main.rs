@@ -53,7 +53,7 @@ struct Args {
     /// Run only this gate (fd, adj, form, oracle, diff, meta, det, golden, bite; devices: diff, meta, poison, det, bite); repeatable.
     #[arg(long)]
     only: Vec<String>,
-    /// Run only table cases whose name contains this.
+    /// Run only table cases whose name contains this; gate bite then does not run, since a fault may need another case.
     #[arg(long)]
     case: Option<String>,
     /// Seed of inputs, directions and random cases; a fresh one by default, printed with the table.
@@ -105,6 +105,11 @@ struct Args {
 }
 
 fn main() -> ExitCode {
+    #[cfg(feature = "devices")]
+    // SAFETY: no other thread exists yet.
+    unsafe {
+        dormouse_cuda::keep_display_out();
+    }
     let args = Args::parse();
     match run(&args) {
         Ok(code) => code,
@@ -130,6 +135,14 @@ fn run(args: &Args) -> Result<ExitCode> {
     }
     if args.mutant.is_some() && args.stems.len() != 1 {
         bail!("--mutant needs exactly one operation, such as `cargo xtask gate kda --mutant dq-zero`");
+    }
+    if let Some(wanted) = &args.case {
+        let mut cases = Cases { stems: &args.stems, names: Vec::new() };
+        visit_all(&mut cases);
+        if !cases.names.iter().any(|(_, names)| names.iter().any(|name| name.contains(wanted.as_str()))) {
+            let lines = cases.names.iter().map(|(stem, names)| format!("\n  {stem}: {}", names.join(", ")));
+            bail!("--case {wanted}: no case has that in its name; there are{}", lines.collect::<String>());
+        }
     }
     if args.list {
         let mut list = list::List { stems: &args.stems, golden: &args.golden, lines: Vec::new() };
@@ -167,6 +180,7 @@ fn run(args: &Args) -> Result<ExitCode> {
         seed,
         only: args.case.clone(),
         random_cases: args.random,
+        production: false,
         golden: args.golden.clone(),
         stop_at_first: false,
         again: String::new(),
@@ -401,6 +415,23 @@ fn wants(args: &Args, backend: &str) -> bool {
 
 fn reason_of<'a>(reports: &[&'a Report], word: &str) -> &'a str {
     reports.iter().find(|r| r.gate.word() == word).map_or("", |r| r.outcome.reason.as_str())
+}
+
+/// Collects the names of the chosen operations' cases.
+struct Cases<'a> {
+    stems: &'a [String],
+    names: Vec<(&'static str, Vec<String>)>,
+}
+
+impl Visitor for Cases<'_> {
+    fn visit<O>(&mut self)
+    where
+        O: OperationOn<Reference<f64>> + OperationOn<Reference<f32>> + OperationOn<Reference<Dual>>,
+    {
+        if self.stems.is_empty() || self.stems.iter().any(|stem| stem == O::STEM) {
+            self.names.push((O::STEM, O::cases().into_iter().map(|case| case.name).collect()));
+        }
+    }
 }
 
 /// Collects stems.

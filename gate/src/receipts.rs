@@ -171,6 +171,7 @@ mod tests {
             seed: 1,
             only: None,
             random_cases: 0,
+            production: false,
             golden: PathBuf::new(),
             stop_at_first: false,
             again: String::new(),

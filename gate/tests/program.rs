@@ -87,6 +87,39 @@ fn a_gate_that_cannot_run_is_counted_and_never_as_passed() {
 }
 
 #[test]
+fn a_case_that_is_none_names_those_there_are_and_some_cases_let_nothing_bite() {
+    let of = |more: &[&str]| gate(&[&["rms_norm", "--backend", "cpu", "--random", "0"], more].concat());
+    let out = of(&["--case", "nosuch"]);
+    assert_eq!(out.status.code(), Some(2), "{}", text(&out.stdout));
+    let (words, list) = (text(&out.stderr), text(&gate(&["rms_norm", "--list"]).stdout));
+    assert!(words.contains("--case nosuch: no case has that in its name; there are\n  rms_norm: "), "{words}");
+    let fd: Vec<&str> = list.lines().find(|line| line.starts_with("rms_norm\tfd\t")).unwrap().split('\t').collect();
+    assert_eq!(words.matches(", ").count() + 1, fd[3].parse::<usize>().unwrap(), "{words}");
+    // One of the names, as the message has it.
+    let name = words.rsplit_once("rms_norm: ").unwrap().1.split(", ").next().unwrap();
+    let out = of(&["--case", name]);
+    let words = text(&out.stdout);
+    assert!(out.status.success(), "{words}");
+    let bite = words.lines().find(|line| line.starts_with("rms_norm") && line.contains(" bite ")).unwrap();
+    assert!(bite.contains("NOTRUN") && bite.contains("leave --case out"), "{words}");
+    let required = of(&["--case", name, "--require", "cpu"]);
+    assert!(
+        text(&required.stdout).contains("FAIL --require cpu: rms_norm bite did not run"),
+        "{}",
+        text(&required.stdout)
+    );
+}
+
+/// Mesa's layer asks for a display server wherever adapters are listed, and complains where there is none.
+#[test]
+fn errors_come_without_lines_of_the_graphics_library() {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_dormouse-gate"));
+    command.args(["residual", "--backend", "lavapipe", "--only", "det", "--arm", "plain", "--random", "0"]);
+    let out = command.env_remove("XDG_RUNTIME_DIR").env_remove("NODEVICE_SELECT").output().unwrap();
+    assert_eq!(text(&out.stderr), "");
+}
+
+#[test]
 fn a_mutant_of_another_backend_is_not_said_to_survive() {
     let out = gate(&["rms_norm", "--mutant", "dx-zero", "--backend", "cuda", "--random", "0"]);
     assert_eq!(out.status.code(), Some(2), "{}", text(&out.stdout));

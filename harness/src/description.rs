@@ -241,6 +241,12 @@ pub trait Operation: Sized + Sync + 'static {
     /// The case table: small shapes that reach every branch, every family at least once.
     fn cases() -> Vec<Case<Self::Config>>;
 
+    /// Cases of the size of preset `small`, for a GPU: they reach the launch configurations that training has, and the
+    /// reference takes seconds for some of them.
+    fn production() -> Vec<Case<Self::Config>> {
+        Vec::new()
+    }
+
     /// Random cases: shapes, families and options in combinations nobody wrote down.
     fn strategy() -> BoxedStrategy<Case<Self::Config>>;
 

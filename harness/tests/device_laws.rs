@@ -19,7 +19,15 @@ use dormouse_harness::runner::{Fault, Faulty, OnBackend, Plant};
 use dormouse_reference::{Precision, Reference};
 
 fn context() -> Context {
-    Context { seed: 5, only: None, random_cases: 4, golden: PathBuf::new(), stop_at_first: true, again: String::new() }
+    Context {
+        seed: 5,
+        only: None,
+        random_cases: 4,
+        production: false,
+        golden: PathBuf::new(),
+        stop_at_first: true,
+        again: String::new(),
+    }
 }
 
 const DEVICES: [meta::Device; 2] = [

@@ -24,6 +24,7 @@ fn context(golden: &Path) -> Context {
         seed: 1,
         only: None,
         random_cases: 0,
+        production: false,
         golden: golden.to_owned(),
         stop_at_first: false,
         again: String::new(),

@@ -15,7 +15,9 @@
 //! Where one of these files uses another operation's module (`crate::spectral`), that module is part of it.
 //!
 //! Sources enter as streams of tokens. Comments, documentation and `#[cfg(test)]` items are left out, so that explaining
-//! a kernel or testing it costs no run on a GPU. `cuda/src/lib.rs` and `cuda/src/arm.rs` are left out as well: they list
+//! a kernel or testing it costs no run on a GPU; so is a comma before a closing bracket, which a formatter sets or drops
+//! with the length of a line. The one thing that such a comma means, a tuple of one, has another type without it, so no
+//! program is both with and without. `cuda/src/lib.rs` and `cuda/src/arm.rs` are left out as well: they list
 //! all operations, so every new one would make all receipts stale; so is `gpu.rs`, which picks a runtime. That an arm ran is what the gate asserts itself,
 //! from the device's ledger.
 
@@ -24,7 +26,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
-use proc_macro2::{Delimiter, Spacing, TokenStream, TokenTree};
+use proc_macro2::{Delimiter, Punct, Spacing, TokenStream, TokenTree};
 
 /// Files of `harness/src` that decide whether a device's gate is green.
 const JUDGES: [&str; 8] = [
@@ -195,7 +197,7 @@ impl Sources {
             .parse()
             .map_err(|e: proc_macro2::LexError| Error::Parse { path: file.to_owned(), reason: e.to_string() })?;
         let mut tokens = Tokens::default();
-        tokens.add(stream);
+        tokens.add(stream, true);
         let tokens = Rc::new(tokens);
         self.read.borrow_mut().insert(file.to_owned(), tokens.clone());
         Ok(tokens)
@@ -228,8 +230,12 @@ struct Tokens {
 }
 
 impl Tokens {
-    fn add(&mut self, stream: TokenStream) {
-        let trees: Vec<TokenTree> = stream.into_iter().collect();
+    /// Adds what a file (`top`) or a pair of brackets holds.
+    fn add(&mut self, stream: TokenStream, top: bool) {
+        let mut trees: Vec<TokenTree> = stream.into_iter().collect();
+        if !top {
+            drop_trailing_comma(&mut trees);
+        }
         let mut at = 0;
         while at < trees.len() {
             if let Some((body, after)) = attribute(&trees, at) {
@@ -267,10 +273,22 @@ impl Tokens {
             }
             TokenTree::Group(group) => {
                 put(b'g', delimiter(group.delimiter()));
-                self.add(group.stream());
+                self.add(group.stream(), false);
                 self.bytes.push(b'e');
             }
         }
+    }
+}
+
+/// Takes away the comma before a closing bracket, but for one that is all there is: that is somebody's word, as in a
+/// macro's pattern. A sign before the comma then stands before the bracket, and is no longer joined to anything.
+fn drop_trailing_comma(trees: &mut Vec<TokenTree>) {
+    if trees.len() < 2 || !matches!(trees.last(), Some(TokenTree::Punct(sign)) if sign.as_char() == ',') {
+        return;
+    }
+    trees.pop();
+    if let Some(TokenTree::Punct(sign)) = trees.last_mut() {
+        *sign = Punct::new(sign.as_char(), Spacing::Alone);
     }
 }
 

@@ -114,6 +114,14 @@ macro_rules! delegate_backend {
                 $tensors!(self, d => $crate::Tensors::step(d, key, &mut |_| body(self)))
             }
 
+            fn beside(
+                &self,
+                first: &mut dyn FnMut(&Self) -> $crate::Result<()>,
+                second: &mut dyn FnMut(&Self) -> $crate::Result<()>,
+            ) -> $crate::Result<()> {
+                $tensors!(self, d => $crate::Tensors::beside(d, &mut |_| first(self), &mut |_| second(self)))
+            }
+
             fn stage(&self, stage: &'static str) {
                 $tensors!(self, d => $crate::Tensors::stage(d, stage));
             }

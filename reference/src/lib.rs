@@ -77,4 +77,4 @@ pub use dims::Dims;
 pub use error::{Error, Result};
 pub use factor_format::FactorFormat;
 pub use scalar::{Dual, Scalar};
-pub use tensor::{DType, Precision, StepKey, Tensors};
+pub use tensor::{DType, Precision, StepKey, Tensors, beside};

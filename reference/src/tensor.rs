@@ -137,8 +137,43 @@ pub trait Tensors {
     /// it; the others do nothing.
     fn stage(&self, _stage: &'static str) {}
 
+    /// Runs two pieces of work of which neither reads or writes what the other writes. A backend may run them at the same
+    /// time; the result is that of one after the other. [`beside`] does this for pieces that give something.
+    fn beside(
+        &self,
+        first: &mut dyn FnMut(&Self) -> Result<()>,
+        second: &mut dyn FnMut(&Self) -> Result<()>,
+    ) -> Result<()> {
+        first(self)?;
+        second(self)
+    }
+
     /// The same memory as another shape with as many elements.
     fn reshape(&self, tensor: &Self::Tensor, shape: &[usize]) -> Result<Self::Tensor> {
         self.view(tensor, 0, shape)
     }
+}
+
+/// What two pieces of work give of which neither reads or writes what the other writes; see [`Tensors::beside`].
+///
+/// # Errors
+/// The first error of the two, in their order.
+pub fn beside<B: Tensors, X, Y>(
+    b: &B,
+    first: impl FnOnce(&B) -> Result<X>,
+    second: impl FnOnce(&B) -> Result<Y>,
+) -> Result<(X, Y)> {
+    let (mut first, mut second) = (Some(first), Some(second));
+    let (mut x, mut y) = (None, None);
+    b.beside(
+        &mut |b| {
+            x = Some(first.take().expect("a piece of work runs once")(b)?);
+            Ok(())
+        },
+        &mut |b| {
+            y = Some(second.take().expect("a piece of work runs once")(b)?);
+            Ok(())
+        },
+    )?;
+    Ok((x.expect("the first piece has run"), y.expect("the second piece has run")))
 }

@@ -21,6 +21,8 @@ pub struct Choice {
     pub why: String,
     /// Whether it is fused and no receipt vouches for it.
     pub unverified: bool,
+    /// Whether it is plain only because no receipt vouches for the fused kernels.
+    pub declined: bool,
 }
 
 /// What the receipts say of an operation's fused kernels.
@@ -86,7 +88,8 @@ fn one(stem: &'static str, asked: Option<Arm>, run: &RunConfig, sm: &str) -> Res
         None if run.unverified => (Arm::Fused, format!("--unverified; {why}")),
         None => (Arm::Plain, why),
     };
-    Ok(Choice { stem, arm, why, unverified: arm == Arm::Fused && !verified })
+    let declined = arm == Arm::Plain && asked.is_none();
+    Ok(Choice { stem, arm, why, unverified: arm == Arm::Fused && !verified, declined })
 }
 
 /// The table of `dormouse arms`.
@@ -123,6 +126,8 @@ mod tests {
         assert!(error.contains("rms_norm=fused") && error.contains("--unverified"), "{error}");
         assert_eq!(arm_of(&run(&["rms_norm=fused"], true), "rms_norm"), Arm::Fused);
         assert_eq!(arm_of(&run(&["rms_norm=plain"], true), "rms_norm"), Arm::Plain);
+        let declined = |arms: &[&str], unverified| choose(&run(arms, unverified), "sm_00").unwrap()[0].declined;
+        assert!(declined(&[], false) && !declined(&["all=plain"], false) && !declined(&[], true));
         assert_eq!(arm_of(&run(&["all=plain", "rms_norm=fused"], true), "rms_norm"), Arm::Fused);
         assert_eq!(arm_of(&run(&["all=plain", "rms_norm=fused"], true), "residual"), Arm::Plain);
     }

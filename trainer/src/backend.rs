@@ -31,6 +31,9 @@ pub struct Facts {
     /// BLAKE3 of the teacher whose latents a file gives the run; absent where no file does.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub targets: Option<String>,
+    /// Why operations run their plain kernels though nobody asked for that, by operation; told and not stored.
+    #[serde(skip)]
+    pub declined: std::collections::BTreeMap<String, String>,
 }
 
 impl Facts {
@@ -43,6 +46,7 @@ impl Facts {
             unverified: choices.iter().any(|choice| choice.unverified),
             products: Vec::new(),
             targets: None,
+            declined: choices.iter().filter(|c| c.declined).map(|c| (c.stem.to_owned(), c.why.clone())).collect(),
         }
     }
 

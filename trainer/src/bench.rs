@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use crate::backend::{Facts, settle};
 use crate::cli::BenchArgs;
 use crate::config::{Config, ConfigError, Rule, resolve};
-use crate::data::Data;
+use crate::data::{Data, KeyPlan, Prefetch};
 use crate::history::{self, COLD_STEPS, NONE, Row};
 use crate::host;
 use crate::instruments::bound::StepCost;
@@ -137,20 +137,29 @@ fn measure(config: &Config, steps: u64, build: Build) -> Result<Measured> {
     let data = Data::open(config)?;
     let mut learner = build(config)?;
     let price = learner.witness().map(Witness::launch_price).transpose()?.flatten();
+    let mut batches = Prefetch::start(
+        data.corpus.clone(),
+        data.train.clone(),
+        config.train.batch_rows,
+        0..steps + DEVICE_STEPS,
+        config.train.overfit_one_batch,
+        KeyPlan::of(config),
+    )
+    .context("bench: cannot start the batch worker")?;
     let mut times = Vec::new();
     let mut from = Counts::default();
     for step in 0..steps {
         if step == COLD_STEPS {
             from = Counts::of(&*learner);
         }
-        let took = one_step(&mut *learner, config, &data, step)?;
+        let took = one_step(&mut *learner, config, &mut batches)?;
         if step >= COLD_STEPS {
             times.push(took);
         }
     }
     let to = Counts::of(&*learner);
     let timed = (steps - COLD_STEPS) as f64;
-    let device_ms = learner.witness().is_some().then(|| device_ms(&mut *learner, config, &data, steps)).transpose()?;
+    let device_ms = learner.witness().is_some().then(|| device_ms(&mut *learner, config, &mut batches)).transpose()?;
     let counted = learner.witness().is_some();
     let each = |to: u64, from: u64| counted.then(|| (to - from) as f64 / timed);
     times.sort_by(f64::total_cmp);
@@ -187,11 +196,12 @@ fn measure(config: &Config, steps: u64, build: Build) -> Result<Measured> {
     })
 }
 
-/// One step as a run takes it; milliseconds.
-fn one_step(learner: &mut dyn Learner, config: &Config, data: &Data, step: u64) -> Result<f64> {
-    // A run has its batch from a worker by the time it needs it.
-    let batch = data.batch(step, config.train.batch_rows)?;
+/// One step as a run takes it, from the wait for its batch to the launch; milliseconds. The host is never far ahead of the
+/// device, so in the long run a step takes as long as the slower of the two.
+fn one_step(learner: &mut dyn Learner, config: &Config, batches: &mut Prefetch) -> Result<f64> {
     let start = Instant::now();
+    let batch = batches.next_batch()?;
+    let step = batch.step;
     learner.step(&batch, config.schedule().lr_at(step, config.train.total_steps.max(step + 1)))?;
     if (step + 1).is_multiple_of(config.log.every_steps) {
         let records = learner.drain()?;
@@ -201,7 +211,7 @@ fn one_step(learner: &mut dyn Learner, config: &Config, data: &Data, step: u64) 
 }
 
 /// Milliseconds of a step in which the device works.
-fn device_ms(learner: &mut dyn Learner, config: &Config, data: &Data, from: u64) -> Result<f64> {
+fn device_ms(learner: &mut dyn Learner, config: &Config, batches: &mut Prefetch) -> Result<f64> {
     let timers = |learner: &dyn Learner, on: bool| {
         learner.witness().map_or(0, |witness| {
             witness.set_timers(on);
@@ -209,8 +219,8 @@ fn device_ms(learner: &mut dyn Learner, config: &Config, data: &Data, from: u64)
         })
     };
     let before = timers(learner, true);
-    for step in from..from + DEVICE_STEPS {
-        one_step(learner, config, data, step)?;
+    for _ in 0..DEVICE_STEPS {
+        one_step(learner, config, batches)?;
     }
     let after = timers(learner, false);
     Ok((after - before) as f64 / 1e6 / DEVICE_STEPS as f64)

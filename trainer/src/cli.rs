@@ -199,6 +199,9 @@ pub struct TrainArgs {
     /// Train every step on the first step's rows.
     #[arg(long, help_heading = "Training")]
     pub overfit_one_batch: bool,
+    /// Steps whose row gradients are summed before an n-gram table in host memory moves.
+    #[arg(long, value_name = "N", help_heading = "Training")]
+    pub host_adam_every: Option<u32>,
     /// Steps between evaluations.
     #[arg(long, value_name = "STEPS", help_heading = "Reports")]
     pub eval_every: Option<u32>,
@@ -243,6 +246,7 @@ impl TrainArgs {
         push("train.accumulate", integer(self.accumulate));
         push("optimizer.lr", self.lr.map(Value::Float));
         push("train.overfit_one_batch", self.overfit_one_batch.then_some(Value::Boolean(true)));
+        push("optimizer.host_adam_every_steps", integer(self.host_adam_every));
         push("log.eval_every_steps", integer(self.eval_every));
         push("checkpoint.every_steps", integer(self.save_every));
         push("log.every_steps", integer(self.log_every));
@@ -600,7 +604,8 @@ mod tests {
     fn flags_reach_the_configuration() {
         let line = "dormouse train --preset tiny --set optimizer.lr=5 --lr 0.25 --steps 7 --batch 6 --accumulate 3 --seq 12 \
                     --seed 9 --data d --eval e --overfit-one-batch --eval-every 4 --save-every 5 --log-every 6 \
-                    --backend cuda --precision bf16 --arm rms_norm=plain --arm residual=fused --unverified --no-graph";
+                    --backend cuda --precision bf16 --arm rms_norm=plain --arm residual=fused --unverified --no-graph \
+                    --set model.engram=host --host-adam-every 4";
         let Command::Train(arguments) = Cli::try_parse_from(line.split_whitespace()).unwrap().command else {
             panic!("not train");
         };
@@ -609,6 +614,7 @@ mod tests {
         assert_eq!(config.optimizer.lr, 0.25);
         assert_eq!((config.train.total_steps, config.train.batch_rows, config.train.accumulate), (7, 6, 3));
         assert_eq!((config.data.seq_bytes, config.seed, config.train.overfit_one_batch), (12, 9, true));
+        assert_eq!(config.optimizer.host_adam_every_steps, 4);
         assert_eq!(config.data.path.as_deref(), Some("d".as_ref()));
         assert_eq!(config.data.eval_path.as_deref(), Some("e".as_ref()));
         assert_eq!((config.run.backend, config.run.precision), (Backend::Cuda, Math::Bf16));

@@ -206,7 +206,11 @@ fn eval(arguments: &EvalArgs, build: Build) -> anyhow::Result<()> {
         return Ok(());
     };
     if !score.bpb.is_finite() {
-        bail!(NonFiniteResult { what: "the held-out score".into(), step: loaded.manifest.next_step });
+        bail!(NonFiniteResult {
+            what: "the held-out score".into(),
+            step: loaded.manifest.next_step,
+            rates: stored.optimizer.rates(),
+        });
     }
     say(&format!(
         "step {} held-out bpb model={:.4} standard_error={:.4} windows={}",

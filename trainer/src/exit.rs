@@ -57,8 +57,8 @@ impl From<Exit> for ExitCode {
 #[derive(Debug, thiserror::Error)]
 #[error(
     "train: {skipped} steps in one window of 64 steps had a loss or gradient that is not finite, the last of them step {step}; \
-     the weights were not touched by them. The bundle is in {bundle}; see what it says, lower the learning rate, or resume \
-     with another seed"
+     the weights were not touched by them. The bundle is in {bundle}; see what it says, lower {rates}, or resume with \
+     another seed"
 )]
 pub struct NonFiniteStop {
     /// Steps skipped in the log window that latched.
@@ -67,12 +67,14 @@ pub struct NonFiniteStop {
     pub step: u64,
     /// Folder with the evidence.
     pub bundle: String,
+    /// The learning rates that move something, as [`OptimizerConfig::rates`](crate::config::OptimizerConfig::rates) names them.
+    pub rates: &'static str,
 }
 
 /// What a run would save or report is not finite, although its gradients were: an update overflowed.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "train: {what} after step {step} is not finite, so nothing was saved there; lower optimizer.lr, or resume from the last \
+    "train: {what} after step {step} is not finite, so nothing was saved there; lower {rates}, or resume from the last \
      checkpoint"
 )]
 pub struct NonFiniteResult {
@@ -80,6 +82,8 @@ pub struct NonFiniteResult {
     pub what: String,
     /// Steps done.
     pub step: u64,
+    /// The learning rates that move something.
+    pub rates: &'static str,
 }
 
 /// The control of a comparison was not finite, so there is nothing to hold a candidate against.
@@ -112,9 +116,9 @@ mod tests {
         let usage =
             anyhow::Error::from(ConfigError::Invalid { key: "a.b".into(), problem: "is 0".into(), fix: "1".into() });
         assert_eq!(Exit::of(&usage), Exit::Usage);
-        let stop = NonFiniteStop { skipped: 9, step: 12, bundle: "b".into() };
+        let stop = NonFiniteStop { skipped: 9, step: 12, bundle: "b".into(), rates: "optimizer.lr" };
         assert_eq!(Exit::of(&anyhow::Error::from(stop).context("c")), Exit::NonFinite);
-        let result = NonFiniteResult { what: "`head.u`".into(), step: 2 };
+        let result = NonFiniteResult { what: "`head.u`".into(), step: 2, rates: "optimizer.lr" };
         assert_eq!(Exit::of(&anyhow::Error::from(result).context("c")), Exit::NonFinite);
         let control = NonFiniteControl { seed: 1, why: "w".into() };
         assert_eq!(Exit::of(&anyhow::Error::from(control).context("c")), Exit::NonFinite);

@@ -20,6 +20,16 @@ pub fn machine_memory_bytes() -> Option<u64> {
     kib_field("/proc/meminfo", "MemTotal:")
 }
 
+/// Memory that the process can still get: what the machine has left, or what its own limit (`ulimit -v`) leaves.
+pub fn free_memory_bytes() -> Option<u64> {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: getrlimit writes two numbers into a place that lives.
+    let known = unsafe { libc::getrlimit(libc::RLIMIT_AS, &mut limit) } == 0 && limit.rlim_cur != libc::RLIM_INFINITY;
+    let own = known.then(|| kib_field("/proc/self/status", "VmSize:").map(|used| limit.rlim_cur.saturating_sub(used)));
+    let machine = kib_field("/proc/meminfo", "MemAvailable:");
+    own.flatten().into_iter().chain(machine).min()
+}
+
 fn kib_field(file: &str, field: &str) -> Option<u64> {
     let text = std::fs::read_to_string(file).ok()?;
     let rest = text.lines().find_map(|line| line.strip_prefix(field))?;

@@ -35,9 +35,9 @@ const CHUNK: usize = 1 << 16;
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum HostTableError {
-    #[error("host table: cannot {operation} `{path}`: {cause}")]
+    #[error("host table: cannot {operation} `{path}`: {cause}; see whether its folder is there and has room")]
     Io { operation: &'static str, path: PathBuf, cause: std::io::Error },
-    #[error("host table: `{path}` is not the file of a table")]
+    #[error("host table: `{path}` is not the file of a table; resume from another checkpoint")]
     Foreign { path: PathBuf },
     #[error("host table: `{path}` has format {got}, expected {FORMAT}; use the version of dormouse that wrote it")]
     Format { path: PathBuf, got: u32 },
@@ -72,6 +72,23 @@ impl HostTable {
         assert!(width > 0 && table.len().is_multiple_of(width), "a table has whole rows of at least one number");
         let (rows, len) = (table.len() / width, table.len());
         HostTable { width, table, m: vec![0.0; len], v: vec![0.0; len], counts: vec![0; rows] }
+    }
+
+    /// [`HostTable::new`] of numbers that come one by one, where the machine may refuse the memory.
+    ///
+    /// # Errors
+    /// The bytes that the table and what belongs to it need.
+    ///
+    /// # Panics
+    /// If `values` are not `rows` rows.
+    pub fn create(rows: usize, width: usize, values: impl Iterator<Item = f64>) -> Result<HostTable, u64> {
+        let (len, refused) = (rows * width, |_| 4 * (3 * rows * width + rows) as u64);
+        let (m, v) = (zeros(len).map_err(refused)?, zeros(len).map_err(refused)?);
+        let (counts, mut table) = (zeros(rows).map_err(refused)?, Vec::new());
+        table.try_reserve_exact(len).map_err(refused)?;
+        table.extend(values.map(|x| x as f32));
+        assert!(width > 0 && table.len() == len, "a table has whole rows of at least one number");
+        Ok(HostTable { width, table, m, v, counts })
     }
 
     /// A table with its moments and counts, `[table, m, v]`; none if they do not fit each other.
@@ -487,7 +504,10 @@ mod tests {
             bytes[at] ^= 1;
             let error = load(&bytes);
             match at {
-                0..8 => assert!(matches!(error, HostTableError::Foreign { .. }), "byte {at}: {error}"),
+                0..8 => {
+                    assert!(matches!(error, HostTableError::Foreign { .. }), "byte {at}: {error}");
+                    assert!(error.to_string().ends_with("; resume from another checkpoint"), "{error}");
+                }
                 8..12 => assert!(matches!(error, HostTableError::Format { .. }), "byte {at}: {error}"),
                 _ => assert!(matches!(error, HostTableError::Damaged { .. }), "byte {at}: {error}"),
             }

@@ -313,6 +313,10 @@ impl Reader {
     /// # Errors
     /// Any [`TargetsError`] that a file of another kind, version or length, or a damaged header, gives.
     pub fn open(path: &Path) -> Result<Reader> {
+        // Asked before it is opened: a device may have no end, and a pipe no beginning.
+        if !std::fs::metadata(path).map_err(|cause| io("open", path, cause))?.is_file() {
+            return Err(TargetsError::Foreign { path: path.to_owned() });
+        }
         let mut file = File::open(path).map_err(|cause| io("open", path, cause))?;
         let got = file.metadata().map_err(|cause| io("read", path, cause))?.len();
         let mut raw = [0; HEADER_BYTES];

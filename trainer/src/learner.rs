@@ -9,6 +9,7 @@
 mod memory;
 mod teacher;
 mod update;
+mod waiting;
 
 use std::cell::RefCell;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -513,7 +514,7 @@ impl<B: Backend + Witness> Learner for ModelLearner<B> {
             self.update(b, retracts)
         })?;
         if let Some(names) = names {
-            self.update_host_table(&names, batch.step, lr)?;
+            self.update_host_table(names, batch.step, lr)?;
         }
         if let Some(jepa) = self.jepa.as_ref().filter(|jepa| jepa.reads_targets()) {
             jepa.read.set(jepa.read.get() + 1);
@@ -585,7 +586,7 @@ impl<B: Backend + Witness> Learner for ModelLearner<B> {
         }
         state.optimizer.insert("counters".to_owned(), Tensor::u32(&[4], counters.to_vec()));
         if let Some(memory) = &self.memory {
-            memory.export(&self.b, &mut state)?;
+            memory.export(&self.b, &mut state, self.waiting()?)?;
         }
         self.export_teacher(&mut state)?;
         Ok(state)
@@ -689,7 +690,7 @@ impl<B: Backend + Witness> Learner for ModelLearner<B> {
     fn engagement(&self) -> Option<Engagement> {
         let b = &self.b;
         let account = || Engagement::new(&self.asked.borrow(), &b.ledgers(), b.captures());
-        b.counts().then(|| account().with_jepa(self.objectives()))
+        b.counts().then(|| account().with_jepa(self.objectives()).with_declined(&self.facts.declined))
     }
 }
 

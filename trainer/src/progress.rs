@@ -145,7 +145,8 @@ impl StepLine {
             format!("step {}/{}", self.done, self.total),
             format!("loss {:.3} (bpb {:.3})", self.loss, self.readout_ce / std::f64::consts::LN_2),
         ];
-        parts.extend(self.aux.map(|Aux { jepa, koleo }| format!("jepa {jepa:.3} koleo {koleo:.3}")));
+        let term = |value: Option<f64>| value.map_or("-".to_owned(), |value| format!("{value:.3}"));
+        parts.extend(self.aux.map(|Aux { jepa, koleo }| format!("jepa {} koleo {}", term(jepa), term(koleo))));
         parts.extend([
             format!("grad {:.2}", self.grad_norm),
             format!("lr {:.1e}", self.lr),
@@ -221,7 +222,10 @@ mod tests {
             line.render(),
             "step 1200/20000 | loss 1.341 (bpb 1.935) | grad 0.82 | lr 6.0e-4 | 2.1 ms | 1.95 MB/s | mem 19.0/140 GiB | eta 0m39s"
         );
-        let aux = Some(Aux { jepa: 0.7512, koleo: 1.5 });
+        let aux = Some(Aux { jepa: None, koleo: None });
+        let without = StepLine { aux, ..line.clone() }.render();
+        assert!(without.contains("(bpb 1.935) | jepa - koleo - | grad 0.82"), "{without}");
+        let aux = Some(Aux { jepa: Some(0.7512), koleo: Some(1.5) });
         let with = StepLine { aux, ..line.clone() }.render();
         assert!(with.contains("(bpb 1.935) | jepa 0.751 koleo 1.500 | grad 0.82"), "{with}");
         let slow = StepLine { held_out_bpb: Some(1.9), step_time: Duration::from_millis(300), memory: None, ..line };

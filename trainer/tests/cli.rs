@@ -31,7 +31,11 @@ fn unusable_data_is_exit_4_with_a_fix() {
     place.run(&["anchors", "--data", "small"]).expect(4, &["has 1000 bytes, expected at least", "data.seq_bytes"]);
     std::fs::create_dir(place.path("folder")).unwrap();
     place.run(&["anchors", "--data", "folder"]).expect(4, &["no file with a byte"]);
-    place.run(&["anchors", "--data", "/dev/null"]).expect(4, &["neither a file nor a folder"]);
+    for endless in ["/dev/null", "/dev/zero"] {
+        place.run(&["anchors", "--data", endless]).expect(4, &["neither a file nor a folder"]);
+    }
+    place.file("text", &[7; 100_000]);
+    place.run(&["anchors", "--data", "text", "--eval", "/dev/zero"]).expect(4, &["neither a file nor a folder"]);
     place.file("both", &[7; 100_000]);
     place.run(&["anchors", "--data", "both", "--eval", "both"]).expect(4, &["training data", "held-out data"]);
 }
@@ -61,7 +65,11 @@ fn a_wrong_command_line_is_exit_2_and_names_the_right_one() {
     place.run(&["anchors", "--set", "data.eval_windows=0"]).expect(2, &["`data.eval_windows` is 0"]);
     place.run(&["anchors", "--set", "nonsense"]).expect(2, &["expected key=value"]);
     place.run(&["anchors", "--preset", "huge"]).expect(2, &["unknown preset `huge`", "nano, tiny"]);
-    place.run(&["anchors", "--config", "missing.toml"]).expect(2, &["missing.toml"]);
+    let missing = place.run(&["anchors", "--config", "missing.toml"]);
+    missing.expect(2, &["cannot read `missing.toml`", "; give --config a TOML file that is there and can be read"]);
+    place.run(&["anchors", "--config", "/dev/zero"]).expect(2, &["`/dev/zero`", "so it is no configuration"]);
+    let large = ["anchors", "--set", "train.total_steps=99999999999999999999"];
+    place.run(&large).expect(2, &["expected a whole number from 0 to 9223372036854775807"]);
     place.file("bad.toml", b"seed = 1\n[data]\nseq_byte = 3\n");
     place.run(&["anchors", "--config", "bad.toml"]).expect(2, &["`bad.toml` line 3", "nearest is `data.seq_bytes`"]);
     place.file("broken.toml", b"seed = = 1\n");

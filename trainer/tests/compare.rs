@@ -203,6 +203,15 @@ fn what_cannot_be_compared_is_refused_before_anything_is_written() {
 }
 
 #[test]
+fn a_candidate_that_cannot_run_is_found_before_the_first_run() {
+    let place = place();
+    let table = ["model.engram=host", "model.engram_rows=1400000000", "model.engram_width=256"];
+    let done = place.run(&compare("6", &table.map(|set| ["--set", set]).concat()));
+    done.expect(2, &["compare: `candidate` cannot run", "`model.engram_rows` is 1400000000", "this machine has "]);
+    assert!(done.out.is_empty() && folders(&place).is_empty(), "{}", done.out);
+}
+
+#[test]
 fn runs_of_another_build_count_only_if_that_is_said() {
     let place = place();
     let set = ["--set", "optimizer.lr=3e-3"];

@@ -314,3 +314,53 @@ fn what_a_backend_does_not_have_is_refused_with_a_fix() {
         assert!(arms.out.contains("no GPU answers") && arms.out.contains("rms_norm"), "{}", arms.out);
     }
 }
+
+/// There are no receipts of the software device, so every operation declines its fused kernels until the user insists.
+#[test]
+fn plain_kernels_for_want_of_a_receipt_are_counted_as_declined() {
+    if !answers() {
+        return;
+    }
+    let place = Place::new();
+    let run = |name: &str, more: &[&str]| -> Value {
+        let done = place.run(&with(train(name, more), &[("--steps", "1"), ("--eval-every", "1")]));
+        done.expect(0, &[]);
+        let place = place.path("runs").join(name).join("metrics.jsonl");
+        let metrics = std::fs::read_to_string(place).unwrap();
+        let line = metrics.lines().find(|line| line.contains("\"eval\"")).unwrap_or_else(|| panic!("{metrics}"));
+        serde_json::from_str::<Value>(line).unwrap()["engagement"]["operations"].clone()
+    };
+    for row in run("declined", &[]).as_array().unwrap() {
+        let reason = row["declined_because"].as_str().unwrap();
+        assert!(reason.starts_with("there is no ") && reason.contains(".f32.lavapipe.toml"), "{row}");
+        assert_eq!((&row["declined"], &row["recomputed"]), (&row["asked"], &0.into()), "{row}");
+    }
+    for row in run("asked", &["--arm", "all=plain"]).as_array().unwrap() {
+        assert_eq!((&row["declined"], &row["forward"]["plain"]), (&0.into(), &row["asked"]), "{row}");
+        assert!(row["declined_because"].is_null(), "{row}");
+    }
+}
+
+/// The host takes row gradients every fourth step, in the stage of the atlas that is there for it, and a run that stops
+/// between goes on to the bit.
+#[test]
+fn a_table_on_the_host_waits_for_steps_on_kernels_too() {
+    if !answers() {
+        return;
+    }
+    let place = Place::new();
+    let more = ["--unverified", "--set", "model.engram=host", "--host-adam-every", "4"];
+    place.run(&train("whole", &[&more[..], &["--atlas", "atlas.tsv"]].concat())).expect(0, &["UNVERIFIED"]);
+    place.run(&train("half", &[&more[..], &["--stop-at-step", "6"]].concat())).expect(0, &["UNVERIFIED"]);
+    assert!(state(&place, "half").optimizer.contains_key("engram.waiting"));
+    place.run(&["train", "--resume", "runs/half"]).expect(0, &["UNVERIFIED"]);
+    assert_eq!(state(&place, "half"), state(&place, "whole"));
+    assert!(table(&state(&place, "whole")).0.contains(&2), "no row was moved at the end of both windows");
+    let atlas = std::fs::read_to_string(place.path("atlas.tsv")).unwrap();
+    let rows = atlas.lines().map(|line| line.split('\t').collect::<Vec<_>>());
+    let waits: Vec<Vec<&str>> = rows.filter(|row| row.get(1) == Some(&"host table") && row[7] != "0").collect();
+    let steps: std::collections::BTreeSet<&str> = waits.iter().map(|row| row[0]).collect();
+    assert_eq!(steps.into_iter().collect::<Vec<_>>(), ["4", "8"], "{waits:?}");
+    // One read of the gradients and one of the records.
+    assert!(waits.iter().all(|row| (row[3], row[7]) == ("download", "2")), "{waits:?}");
+}

@@ -37,7 +37,10 @@ fn a_run_with_a_teacher_saves_it_goes_on_to_the_bit_and_is_used_without_it() {
     for words in ["the teacher follows with momentum 0.999", " | jepa 0.", " koleo "] {
         assert!(whole.out.contains(words), "`{words}` is not in: {}", whole.out);
     }
-    assert!(steps(&place, "whole").iter().all(|line| line["jepa"].is_f64() && line["koleo"].is_f64()));
+    // Every step has the terms; one in which nothing is masked has them without a number.
+    let whole = steps(&place, "whole");
+    assert!(whole.iter().all(|line| line.get("jepa").is_some() && line["jepa"].is_null() == line["koleo"].is_null()));
+    assert!(whole.iter().any(|line| line["jepa"].is_f64()));
     let teacher = state(&place, "whole").teacher;
     assert!(teacher.contains_key("kda.q") && teacher != state(&place, "whole").weights);
     place.run(&train("half", &[&SHARED[..], &["--stop-at-step", "4"]].concat())).expect(0, &[]);
@@ -74,7 +77,10 @@ fn the_objective_can_be_left_behind_and_not_be_taken_up_in_the_middle_of_a_run()
     assert_eq!(after.weights.keys().chain(after.optimizer.keys()).find(of_objective), None);
     assert!(after.teacher.is_empty() && after.updates == 8);
     let lines = steps(&place, "a");
-    assert_eq!(lines.iter().map(|line| line["jepa"].is_f64()).collect::<Vec<_>>(), [[true; 4], [false; 4]].concat());
+    assert_eq!(
+        lines.iter().map(|line| line.get("jepa").is_some()).collect::<Vec<_>>(),
+        [[true; 4], [false; 4]].concat()
+    );
     // It is a run without the objective from then on, and such a run cannot take one up, whatever is allowed.
     place.run(&["train", "--resume", "runs/a"]).expect(0, &[]);
     let on = ["train", "--resume", "runs/a", "--set", "jepa.mode=shared", "--allow-change", "jepa.mode"];
@@ -110,6 +116,21 @@ fn targets_are_written_read_and_refused_where_they_do_not_fit() {
         let line = [&["jepa-targets", "runs/first", "--out", "b"][..], &more].concat();
         place.run(&line).expect(2, &[words]);
     }
+    // What contradicts the command is not ignored.
+    for (set, words) in [
+        ("jepa.mode=off", "`jepa.mode` is off, and targets are for a run whose mode is not"),
+        ("jepa.mode=\"off\"", "leave --set jepa.mode out"),
+        (
+            "jepa.targets=a.targets",
+            "`jepa.targets` names a file to read, and this command writes one; give its name with --out",
+        ),
+    ] {
+        place.run(&["jepa-targets", "runs/first", "--out", "b", "--set", set]).expect(2, &[words]);
+    }
+    assert!(!place.path("b").exists());
+    // A file without an end is not read to it.
+    let endless = [&SHARED[..], &["--set", "jepa.targets=/dev/zero"]].concat();
+    place.run(&train("refused", &endless)).expect(4, &["`/dev/zero` is not a file of JEPA targets"]);
     let shape = ["jepa-targets", "runs/first", "--out", "b", "--set", "model.width=64"];
     place.run(&shape).expect(2, &["`model.width` cannot be changed for targets"]);
 
@@ -117,7 +138,10 @@ fn targets_are_written_read_and_refused_where_they_do_not_fit() {
     let done = place.run(&train("reading", &reading));
     done.expect(0, &[]);
     assert!(done.out.contains("the teacher is frozen: latents of step 8 of another run"), "{}", done.out);
-    assert!(steps(&place, "reading").iter().all(|line| line["jepa"].is_f64()));
+    // A step in which nothing is masked has no such number.
+    let lines = steps(&place, "reading");
+    assert!(lines.iter().all(|line| line.get("jepa").is_some() && line["jepa"].is_null() == line["koleo"].is_null()));
+    assert!(lines.iter().any(|line| line["jepa"].is_f64()));
     assert!(state(&place, "reading").teacher.is_empty());
     // Another seed, shape or length of run, and other data.
     place.file("other.txt", &b"Other words than those, again and again. ".repeat(4000));

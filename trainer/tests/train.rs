@@ -42,6 +42,10 @@ fn an_update_that_overflows_is_exit_3_and_is_never_saved() {
     done.expect(3, &["is not finite", "optimizer.lr"]);
     assert!(!done.out.contains("final held-out"), "{}", done.out);
     assert!(names(&checkpoints(&place, "a")).is_empty(), "{:?}", names(&checkpoints(&place, "a")));
+    // With Muon the matrices have a rate of their own, and it is the one at fault here.
+    let muon = ["optimizer.rule=muon", "optimizer.muon_lr=3e38", "optimizer.warmup_min_steps=0"];
+    let muon = muon.map(|set| ["--set", set]).concat();
+    place.run(&train("b", "1", &muon)).expect(3, &["is not finite", "lower optimizer.muon_lr", "or optimizer.lr"]);
 }
 
 #[test]
@@ -208,6 +212,28 @@ fn a_truncated_checkpoint_is_passed_over_and_named() {
 }
 
 #[test]
+fn an_edited_manifest_is_damage_and_the_one_before_is_used() {
+    let place = Place::new();
+    place.run(&train("whole", "20", &[])).expect(0, &[]);
+    place.run(&train("a", "20", &["--stop-at-step", "12"])).expect(0, &[]);
+    let manifest = checkpoints(&place, "a").join("step_000012/manifest.json");
+    let text = std::fs::read_to_string(&manifest).unwrap();
+    let facts: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let (updates, rows) = (facts["updates"].as_u64().unwrap(), facts["rows_consumed"].as_u64().unwrap());
+    let edited = text.replace(&format!("\"rows_consumed\": {rows}"), &format!("\"rows_consumed\": {}", rows + 1));
+    let edited = edited.replace(&format!("\"updates\": {updates}"), &format!("\"updates\": {}", updates - 1));
+    assert_ne!(edited, text);
+    std::fs::write(&manifest, edited).unwrap();
+    // Of two runs the newest is gone on with.
+    std::fs::rename(place.path("runs/whole"), place.path("whole")).unwrap();
+    let done = place.run(&["train", "--resume", "auto"]);
+    done.expect(0, &["step_000012", "is damaged", "manifest.json was changed: it has CRC-32C "]);
+    assert!(done.out.contains("step_000010` after step 10"), "{}", done.out);
+    std::fs::rename(place.path("whole"), place.path("runs/whole")).unwrap();
+    assert_eq!(state(&place, "a"), state(&place, "whole"));
+}
+
+#[test]
 fn a_disk_that_is_full_warns_and_at_the_end_fails() {
     let place = Place::new();
     let done = place.run_limited(&train("a", "12", &[]), 100_000);
@@ -263,6 +289,17 @@ fn unusable_requests_leave_no_folder() {
     let sizes = ["model.width=65536", "model.ffn_width=65536", "model.rank=65536", "model.experts=1024"];
     let wide = sizes.map(|size| ["--set", size]).concat();
     place.run(&train("a", "5", &wide)).expect(2, &["`model.width` is 65536, and the run needs ", "model.ffn_width"]);
+    assert!(!place.path("runs").exists());
+}
+
+/// The machine has the memory, and the process may not have it: an allocation that fails ends a process with a signal.
+#[test]
+fn a_new_table_that_gets_no_memory_is_exit_2_with_a_fix() {
+    let place = Place::new();
+    let table = ["model.engram=host", "model.engram_rows=250000", "model.engram_width=256"];
+    let table = table.map(|set| ["--set", set]).concat();
+    let words = ["`model.engram_rows` is 250000", "its table needs 2.1 GiB of memory", "can have ", "ulimit -v"];
+    place.run_in_memory(&train("a", "5", &table), 2 << 30).expect(2, &words);
     assert!(!place.path("runs").exists());
 }
 

@@ -100,6 +100,83 @@ fn foreign(files: &[(String, String)], stems: &[String]) -> Result<()> {
 mod tests {
     use super::*;
 
+    /// The sources that receipts rest on, copied, with a receipt of every operation for them as they are.
+    fn copy_with_receipts() -> tempfile::TempDir {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        for input in dormouse_receipts::fingerprint::INPUTS {
+            copy(&root.join(input), &folder.path().join(input));
+        }
+        let into = folder.path().join(FOLDER);
+        std::fs::create_dir_all(&into).unwrap();
+        let files = read(&root.join(FOLDER)).unwrap();
+        let (name, text) = files.first().expect("the repository holds a receipt");
+        let some = Receipt::parse(name, text).unwrap();
+        let sources = Sources::of(folder.path());
+        for stem in sources.stems().unwrap() {
+            let fingerprint = sources.fingerprint(&stem).unwrap();
+            for precision in PRECISIONS {
+                let (stem, fingerprint) = (stem.clone(), fingerprint.clone());
+                let target = TARGET.to_owned();
+                Receipt { stem, precision: precision.to_owned(), target, fingerprint, ..some.clone() }
+                    .write(&into)
+                    .unwrap();
+            }
+        }
+        folder
+    }
+
+    fn copy(from: &Path, to: &Path) {
+        if from.is_file() {
+            std::fs::create_dir_all(to.parent().unwrap()).unwrap();
+            std::fs::copy(from, to).unwrap();
+            return;
+        }
+        for entry in std::fs::read_dir(from).unwrap() {
+            let name = entry.unwrap().file_name();
+            copy(&from.join(&name), &to.join(&name));
+        }
+    }
+
+    #[test]
+    fn strict_turns_red_after_any_change_to_what_a_receipt_rests_on() {
+        let folder = copy_with_receipts();
+        let root = folder.path();
+        check(root, true).unwrap();
+        let source = |module: &str| {
+            let file = format!("{module}.rs");
+            if root.join(&file).is_file() { file } else { format!("{module}/mod.rs") }
+        };
+        let reference = source("reference/src/rms_norm");
+        let changed = |(file, old, new): (&str, &str, &str)| {
+            let path = root.join(file);
+            let text = std::fs::read_to_string(&path).unwrap();
+            assert!(text.contains(old), "{file} has no `{old}`");
+            std::fs::write(&path, text.replacen(old, new, 1)).unwrap();
+            let strict = check(root, true);
+            // Without the word it is told and is no failure.
+            check(root, false).unwrap();
+            std::fs::write(&path, text).unwrap();
+            strict.map_err(|error| error.to_string())
+        };
+        let all = 3 * Sources::of(root).stems().unwrap().len();
+        for (change, least) in [
+            (("cuda/src/rms_norm/fused.rs", "1.0f32 / (mean + guard)", "1.01f32 / (mean + guard)"), 3),
+            (("harness/src/tolerance.rs", "Tolerance::new(2e-6", "Tolerance::new(3e-6"), all),
+            (("harness/src/ops/rms_norm.rs", "case(2, 5, 8, 1e-3", "case(2, 5, 9, 1e-3"), 3),
+            ((reference.as_str(), "(mean_square + eps)", "(mean_square - eps)"), 3),
+        ] {
+            let error = changed(change).expect_err(change.0);
+            let (count, words) = error.split_once(' ').unwrap();
+            assert_eq!(words, "receipts are missing or stale");
+            assert!(count.parse::<usize>().unwrap() >= least, "{}: {error}", change.0);
+        }
+        changed(("cuda/src/rms_norm/fused.rs", "let scale =", "// A comment.\n let scale =")).unwrap();
+        check(root, true).unwrap();
+        std::fs::remove_file(root.join(FOLDER).join(dormouse_receipts::file_name("kda", "bf16", TARGET))).unwrap();
+        assert_eq!(check(root, true).unwrap_err().to_string(), "1 receipts are missing or stale");
+    }
+
     #[test]
     fn the_repository_holds_receipts_only_of_its_own_kernels() {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();

@@ -6,7 +6,7 @@
 
 use dormouse_reference::{Result, Tensors};
 
-use super::{Backward, Call, STEM, Sizes, activation, down, gate, up};
+use super::{Backward, Call, Hidden, STEM, Sizes, activation, down, gate, up};
 use crate::arm::Arm;
 use crate::device::Device;
 use crate::factors::fused::{finish, scale};
@@ -30,7 +30,7 @@ pub(super) struct Saved {
 }
 
 /// A batch of products without anything added.
-fn batch<'a>(
+pub(super) fn batch<'a>(
     name: &'static str,
     sizes: &Sizes,
     [m, k, n]: [usize; 3],
@@ -41,16 +41,10 @@ fn batch<'a>(
     Product { name, batch: sizes.experts, m, k, n, a, b, plus: Plus::Nothing, out, precision: sizes.precision }
 }
 
-/// h, g, the activation and y.
-pub(super) fn forward<R: Engine>(
-    b: &Device<R>,
-    call: &Call<'_>,
-    h: &Tensor,
-    g: Option<&Tensor>,
-    act: &Tensor,
-    y: &Tensor,
-) -> Result<Saved> {
+/// The hidden rows and y.
+pub(super) fn forward<R: Engine>(b: &Device<R>, call: &Call<'_>, into: &Hidden, y: &Tensor) -> Result<Saved> {
     let Call { u, params, sizes } = *call;
+    let (h, g, act) = (&into.h, into.g.as_ref(), &into.act);
     let params = params.as_ref();
     let Sizes { experts, rows, width, hidden, rank, .. } = sizes;
     let maps = if g.is_some() { 2 } else { 1 };
@@ -105,8 +99,8 @@ fn through<R: Engine>(
 }
 
 /// du; the gradients of the parameters are added to what `call` names.
-pub(super) fn backward<R: Engine>(b: &Device<R>, call: &Backward<'_>, kept: &Saved) -> Result<()> {
-    let Backward { call: Call { u, params, sizes }, saved, dy, plus, ref into, du } = *call;
+pub(super) fn backward<R: Engine>(b: &Device<R>, call: &Backward<'_>, saved: &Hidden, kept: &Saved) -> Result<()> {
+    let Backward { call: Call { u, params, sizes }, dy, plus, ref into, du } = *call;
     let params = params.as_ref();
     let Sizes { experts, rows, width, hidden, rank, precision } = sizes;
     let mutant = b.mutant(STEM);

@@ -1,12 +1,21 @@
 //! `expert`: the equations are in `dormouse_reference::expert`, how each arm orders those of a map in
 //! [`factors`](crate::factors).
 //!
-//! Saved: the inputs, h and g and the activation, the short rows a of every map, and in arm `fused` the scaled factors.
-//! The derivatives of the activation are computed again in backward, which is cheaper than to write and read them.
+//! Arm `fused` has two ways. [`chained`] never writes the hidden rows `[E, N, F]`; it rounds between the maps, so it is
+//! for tf32 and bf16, and it is for silu, ranks up to 64 and devices with shared memory enough: `chained::Plans` says
+//! when. Everything else goes product by product, [`fused`].
+//!
+//! Saved: the inputs and the short rows a of every map; with `chained` the packed factors; without it h and g and the
+//! activation, and in arm `fused` the scaled factors. The derivatives of the activation are computed again in backward,
+//! which is cheaper than to write and read them.
 
 mod activation;
+mod chain;
+mod chained;
 mod fused;
+mod pack;
 mod plain;
+mod words;
 
 use dormouse_reference::expert::{Config, Expert, Ffn, Grads, Inputs, Outputs, Params};
 use dormouse_reference::{Dims, Error, Precision, Result};
@@ -41,19 +50,36 @@ pub(crate) const MUTANTS: &[Mutant] = &[
 pub struct Saved {
     u: Tensor,
     params: Params<Tensor>,
+    way: Way,
+}
+
+/// How forward went, with what it kept. There is one a call, so its size does not matter.
+#[allow(clippy::large_enum_variant)]
+enum Way {
+    Plain(Hidden, plain::Maps),
+    Fused(Hidden, fused::Saved),
+    Chained(chained::Saved),
+}
+
+/// The hidden rows.
+struct Hidden {
     /// `[E, N, F]`
     h: Tensor,
     /// `[E, N, F]`, with a gate.
     g: Option<Tensor>,
     /// `[E, N, F]`
     act: Tensor,
-    maps: SavedMaps,
 }
 
-/// What each arm keeps of the maps.
-enum SavedMaps {
-    Plain { up: factors::plain::Saved, gate: Option<factors::plain::Saved>, down: factors::plain::Saved },
-    Fused(fused::Saved),
+impl Hidden {
+    fn new<R: Engine>(b: &Device<R>, sizes: &Sizes, ffn: Ffn) -> Result<Self> {
+        let rows = || b.float_scratch(&sizes.hidden_shape());
+        let g = match ffn {
+            Ffn::Silu => None,
+            Ffn::Swiglu => Some(rows()?),
+        };
+        Ok(Self { h: rows()?, g, act: rows()? })
+    }
 }
 
 /// One call, checked.
@@ -94,7 +120,6 @@ impl Sizes {
 /// One backward call, checked.
 struct Backward<'a> {
     call: Call<'a>,
-    saved: &'a Saved,
     dy: &'a Tensor,
     plus: Option<&'a Tensor>,
     into: Params<&'a Tensor>,
@@ -123,18 +148,23 @@ impl<R: Engine> Expert for Device<R> {
         let sizes = sizes(&dims, config);
         let params = params.map(|_, p| p.clone());
         let y = self.float_scratch(&[&[sizes.experts], u.shape()].concat())?;
-        let h = self.float_scratch(&sizes.hidden_shape())?;
-        let g = match config.ffn {
-            Ffn::Silu => None,
-            Ffn::Swiglu => Some(self.float_scratch(&sizes.hidden_shape())?),
-        };
-        let act = self.float_scratch(&sizes.hidden_shape())?;
         let call = Call { u, params: &params, sizes };
-        let maps = match self.forward_arm(STEM) {
-            Arm::Plain => plain::forward(self, &call, &h, g.as_ref(), &act, &y)?,
-            Arm::Fused => SavedMaps::Fused(fused::forward(self, &call, &h, g.as_ref(), &act, &y)?),
+        let hidden = || Hidden::new(self, &sizes, config.ffn);
+        let plans = chained::Plans::new(self, &sizes).filter(|_| config.ffn == Ffn::Silu);
+        let way = match (self.forward_arm(STEM), plans) {
+            (Arm::Plain, _) => {
+                let into = hidden()?;
+                let maps = plain::forward(self, &call, &into, &y)?;
+                Way::Plain(into, maps)
+            }
+            (Arm::Fused, Some(plans)) => Way::Chained(chained::forward(self, plans, &call, &y)?),
+            (Arm::Fused, None) => {
+                let into = hidden()?;
+                let maps = fused::forward(self, &call, &into, &y)?;
+                Way::Fused(into, maps)
+            }
         };
-        Ok((Outputs { y }, Saved { u: u.clone(), params, h, g, act, maps }))
+        Ok((Outputs { y }, Saved { u: u.clone(), params, way }))
     }
 
     fn backward(
@@ -147,7 +177,7 @@ impl<R: Engine> Expert for Device<R> {
     ) -> Result<Grads<Tensor>> {
         const OP: &str = "expert::backward";
         factors::check_format(OP, config.format)?;
-        let Saved { u, params, h, g, act, maps } = saved;
+        let Saved { u, params, way } = saved;
         let dy = upstream.y;
         check_gate(OP, config.ffn, params)?;
         check_gate(OP, config.ffn, &into)?;
@@ -156,8 +186,11 @@ impl<R: Engine> Expert for Device<R> {
         bind_params(&mut dims, params.as_ref().map(|_, p| p.shape()))?;
         bind_params(&mut dims, into.clone().map(|_, p| p.shape()))?;
         dims.bind("y", &stacked(dy.shape()), &["E", "N", "D"])?;
-        let mut reads = vec![("u", u), ("y", dy), ("h", h), ("act", act)];
-        reads.extend(g.as_ref().map(|g| ("g", g)));
+        let mut reads = vec![("u", u), ("y", dy)];
+        if let Way::Plain(Hidden { h, g, act }, _) | Way::Fused(Hidden { h, g, act }, _) = way {
+            reads.extend([("h", h), ("act", act)]);
+            reads.extend(g.as_ref().map(|g| ("g", g)));
+        }
         reads.extend(params.as_ref().named());
         if let Some(plus) = plus {
             dims.bind_rows("plus", plus.shape(), "N", &["D"])?;
@@ -169,20 +202,14 @@ impl<R: Engine> Expert for Device<R> {
         }
         let sizes = sizes(&dims, config);
         let du = self.float_scratch(u.shape())?;
-        let call = Backward { call: Call { u, params, sizes }, saved, dy, plus, into, du: &du };
+        let call = Backward { call: Call { u, params, sizes }, dy, plus, into, du: &du };
+        self.note_backward(STEM, if matches!(way, Way::Plain(..)) { Arm::Plain } else { Arm::Fused });
         // No rows add nothing.
-        match maps {
-            SavedMaps::Plain { up, gate, down } => {
-                self.note_backward(STEM, Arm::Plain);
-                if sizes.rows > 0 {
-                    plain::backward(self, &call, up, gate.as_ref(), down)?;
-                }
-            }
-            SavedMaps::Fused(kept) => {
-                self.note_backward(STEM, Arm::Fused);
-                if sizes.rows > 0 {
-                    fused::backward(self, &call, kept)?;
-                }
+        if sizes.rows > 0 {
+            match way {
+                Way::Plain(hidden, maps) => plain::backward(self, &call, hidden, maps)?,
+                Way::Fused(hidden, maps) => fused::backward(self, &call, hidden, maps)?,
+                Way::Chained(kept) => chained::backward(self, &call, kept)?,
             }
         }
         Ok(Grads { du })

@@ -2,7 +2,7 @@
 
 use dormouse_reference::{Result, Tensors};
 
-use super::{Backward, Call, STEM, SavedMaps, activation, down, gate, up};
+use super::{Backward, Call, Hidden, STEM, activation, down, gate, up};
 use crate::arm::Arm;
 use crate::device::Device;
 use crate::factors::plain::{self, Saved};
@@ -10,16 +10,17 @@ use crate::matmul::{Plus, matrix, stack};
 use crate::runtime::Engine;
 use crate::tensor::Tensor;
 
-/// h, g, the activation and y.
-pub(super) fn forward<R: Engine>(
-    b: &Device<R>,
-    call: &Call<'_>,
-    h: &Tensor,
-    g: Option<&Tensor>,
-    act: &Tensor,
-    y: &Tensor,
-) -> Result<SavedMaps> {
+/// What forward keeps of the maps.
+pub(super) struct Maps {
+    up: Saved,
+    gate: Option<Saved>,
+    down: Saved,
+}
+
+/// The hidden rows and y.
+pub(super) fn forward<R: Engine>(b: &Device<R>, call: &Call<'_>, into: &Hidden, y: &Tensor) -> Result<Maps> {
     let Call { u, params, sizes } = *call;
+    let (h, g, act) = (&into.h, into.g.as_ref(), &into.act);
     let params = params.as_ref();
     let (rows, precision) = (sizes.rows, sizes.precision);
     let x = matrix(u, sizes.width);
@@ -31,18 +32,13 @@ pub(super) fn forward<R: Engine>(
     activation::forward(b, Arm::Plain, h, g, act)?;
     let x = stack(act, rows, sizes.hidden);
     let kept_down = plain::forward(b, STEM, x, &down(&params), &sizes.down(), rows, precision, y)?;
-    Ok(SavedMaps::Plain { up: kept_up, gate: kept_gate, down: kept_down })
+    Ok(Maps { up: kept_up, gate: kept_gate, down: kept_down })
 }
 
 /// du; the gradients of the parameters are added to what `call` names.
-pub(super) fn backward<R: Engine>(
-    b: &Device<R>,
-    call: &Backward<'_>,
-    kept_up: &Saved,
-    kept_gate: Option<&Saved>,
-    kept_down: &Saved,
-) -> Result<()> {
-    let Backward { call: Call { u, params, sizes }, saved, dy, plus, ref into, du } = *call;
+pub(super) fn backward<R: Engine>(b: &Device<R>, call: &Backward<'_>, saved: &Hidden, kept: &Maps) -> Result<()> {
+    let Maps { up: kept_up, gate: kept_gate, down: kept_down } = kept;
+    let Backward { call: Call { u, params, sizes }, dy, plus, ref into, du } = *call;
     let params = params.as_ref();
     let (rows, precision) = (sizes.rows, sizes.precision);
     let act = stack(&saved.act, rows, sizes.hidden);

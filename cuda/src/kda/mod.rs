@@ -40,7 +40,7 @@ mod forward;
 mod grads;
 mod plain;
 mod prep;
-mod tile;
+pub(crate) mod tile;
 
 use cubecl::prelude::*;
 use dormouse_reference::kda::{Config, Form, Grads, Inputs, Kda, Outputs};

@@ -243,7 +243,7 @@ fn rounded(x: f32, #[comptime] precision: Precision) -> f32 {
 
 /// `x` as an operand of matrix units.
 #[cube]
-fn operand<E: Float>(x: f32) -> E {
+pub(crate) fn operand<E: Float>(x: f32) -> E {
     E::cast_from(x)
 }
 

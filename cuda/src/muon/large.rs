@@ -1,4 +1,4 @@
-//! The iteration for k > [`small::LARGEST_K`](super::small::LARGEST_K): the products go to the library of the runtime where it
+//! The iteration for k > [`tall::LARGEST_K`](crate::tall::LARGEST_K): the products go to the library of the runtime where it
 //! has one.
 //!
 //! | launch | computes | how often |
@@ -12,7 +12,8 @@
 use cubecl::prelude::*;
 use dormouse_reference::{Precision, Result};
 
-use super::fused::{Blocks, Stack, UNITS, norm_of, scale_of};
+use super::fused::{scale_of, square_of};
+use super::table::Stack;
 use super::{CUBIC, LINEAR, QUINTIC};
 use crate::arm::Arm;
 use crate::device::Device;
@@ -21,6 +22,7 @@ use crate::matmul::{Plus, Product, product, stack};
 use crate::rows;
 use crate::runtime::Engine;
 use crate::scale::inverse_of;
+use crate::tall::{self, Blocks, Table, UNITS, block_of};
 use crate::tensor::{Floats, Tensor};
 
 /// Rows of a block, where that makes [`MOST`] blocks or fewer.
@@ -42,33 +44,17 @@ pub(super) fn blocks(n: usize) -> Blocks {
 ///
 /// Mutants: 2 takes the first block's norm.
 #[cube(launch_unchecked)]
-fn normalise_kernel(
-    scales: &Floats,
-    squares: &Floats,
-    x: &mut Floats,
-    count: u32,
-    n: u32,
-    k: u32,
-    blocks: u32,
-    rows: u32,
-    #[comptime] mutant: u32,
-) {
-    let (n, k, blocks, rows) = (n as usize, k as usize, blocks as usize, rows as usize);
+fn normalise_kernel(scales: &Floats, squares: &Floats, x: &mut Floats, table: Table, #[comptime] mutant: u32) {
     let units = comptime!(UNITS as usize);
-    let (matrix, first) = (CUBE_POS / blocks, CUBE_POS % blocks * rows);
-    if matrix < count as usize {
-        let scale = scale_of(matrix, blocks, scales);
-        let inverse = inverse_of(scale);
-        let norm = norm_of(matrix, blocks, scale, scales, squares, mutant);
-        let mut end = first + rows;
-        if end > n {
-            end = n;
-        }
-        let held = (end - first) * k;
+    let block = block_of(&table, tall::NO_FAULT);
+    if block.here {
+        let inverse = inverse_of(scale_of(block.cubes, block.blocks, scales));
+        let norm = square_of(block.cubes, block.blocks, inverse, scales, squares, mutant).sqrt();
+        let held = (block.end - block.first) * block.k;
         for step in 0..held.div_ceil(units) {
             let i = step * units + UNIT_POS as usize;
             if i < held {
-                let at = (matrix * n + first) * k + i;
+                let at = block.x + block.first * block.k + i;
                 x.set(at, x.at(at) * inverse / norm);
             }
         }
@@ -185,17 +171,27 @@ fn norms_kernel(x: &Floats, norms: &mut Floats, count: u32, k: u32) {
     }
 }
 
-/// Brings X to scale and iterates; gives the iterate and writes the norms of its rows.
-pub(super) fn iterate<R: Engine>(b: &Device<R>, of: &Stack, iterations: usize) -> Result<Tensor> {
-    let &Stack { count, n, k, .. } = of;
+/// Brings X to scale and iterates on `count` matrices of `n` by `k`; gives the iterate and writes the norms of its rows.
+pub(super) fn iterate<R: Engine>(
+    b: &Device<R>,
+    of: &Stack,
+    [count, n, k]: [usize; 3],
+    iterations: usize,
+) -> Result<Tensor> {
     let uses = [&of.scales, &of.squares, &of.x];
-    b.launch("muon::normalise", of.grid(), 2 * of.x.bytes(), &uses, |client, cubes, dim| {
-        let ([scales, squares, x], [count, n, k, blocks, rows]) = (uses.map(|t| b.floats(t)), of.words());
-        let mutant = of.mutant(&[2]);
+    b.launch("muon::normalise", of.layout.grid(), 2 * of.x.bytes(), &uses, |client, cubes, dim| {
+        let [scales, squares, x] = uses.map(|t| b.floats(t));
         // SAFETY: a cube stays in its block of rows.
         unsafe {
             normalise_kernel::launch_unchecked::<R>(
-                client, cubes, dim, scales, squares, x, count, n, k, blocks, rows, mutant,
+                client,
+                cubes,
+                dim,
+                scales,
+                squares,
+                x,
+                of.layout.table(),
+                of.mutant(&[2]),
             )
         }
     })?;

@@ -1,8 +1,9 @@
 //! `muon`: the equations are in `dormouse_reference::muon`.
 //!
 //! Arm `plain` follows them product by product, on copies in the short orientation, one unit an element or a row. Arm
-//! `fused` is described in [`fused`]. Both run the matrices of one shape together, at most [`ENTRIES`] entries of the table
-//! at a time, because where they lie travels as scalars: nothing is uploaded inside a step. With `apply` = 0 nothing is
+//! `fused` is described in [`fused`]. Arm `plain` runs the matrices of one shape together, arm `fused` those of all
+//! shapes, both at most [`ENTRIES`] entries of the table at a time, because where they lie travels as scalars: nothing is
+//! uploaded inside a step. With `apply` = 0 nothing is
 //! written, and a matrix whose gradient is all zero keeps every bit.
 
 mod fused;
@@ -10,6 +11,7 @@ mod gather;
 mod large;
 mod plain;
 mod small;
+mod table;
 mod write;
 
 use cubecl::prelude::*;
@@ -18,8 +20,8 @@ use dormouse_reference::{Dims, Error, Result};
 
 use crate::arm::{Arm, Mutant};
 use crate::device::Device;
-use crate::ranges;
 use crate::runtime::Engine;
+use crate::tall::ENTRIES;
 use crate::tensor::Tensor;
 
 const STEM: &str = "muon";
@@ -42,9 +44,6 @@ pub(crate) const MUTANTS: &[Mutant] = &[
     Mutant::fused("null-renamed-local"),
     Mutant::fused("linear-term-dropped-in-large"),
 ];
-
-/// Entries of the table that one launch takes: the model in use has seven of one shape.
-const ENTRIES: usize = ranges::PIECES;
 
 /// The coefficients a, b and c of the iteration.
 const LINEAR: f32 = COEFFICIENTS[0] as f32;
@@ -165,14 +164,11 @@ impl<R: Engine> Muon for Device<R> {
         let &Config { momentum, iterations, plus, .. } = config;
         let (keep, take) = (momentum as f32, (1.0 - momentum) as f32);
         let call = Call { params, grads, m, lr, apply, iterations, plus, keep, take };
-        let arm = self.forward_arm(STEM);
-        for class in classes(config) {
-            match arm {
-                Arm::Plain => plain::update(self, &call, &class)?,
-                Arm::Fused => fused::update(self, &call, &class)?,
-            }
+        let classes = classes(config);
+        match self.forward_arm(STEM) {
+            Arm::Plain => classes.iter().try_for_each(|class| plain::update(self, &call, class)),
+            Arm::Fused => fused::update(self, &call, config.batching, classes),
         }
-        Ok(())
     }
 }
 

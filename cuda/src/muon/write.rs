@@ -1,13 +1,14 @@
-//! The last launches of a class: the plus, and what changes in the flat buffers.
+//! The last launches: the plus, and what changes in the flat buffers.
 
 use cubecl::prelude::*;
 use dormouse_reference::Result;
 
-use super::fused::{Stack, Table, UNITS, cube_sum, in_block, of_entry, origin_of};
+use super::table::{Places, Stack, in_block, place_of};
 use super::{Call, divisor_of};
+use crate::cube;
 use crate::device::Device;
-use crate::ranges;
 use crate::runtime::Engine;
+use crate::tall::{self, Block, Table, UNITS, block_of, pick};
 use crate::tensor::{Floats, Tensor};
 
 /// Columns that the units of [`columns_kernel`] take at a time, and the units that share one.
@@ -16,16 +17,16 @@ const LANES: usize = UNITS as usize / COLUMNS;
 
 /// The mean of the norms of a matrix's rows. Every unit must call it.
 #[cube]
-fn mean_of(norms: &Floats, matrix: usize, n: usize, here: bool, shared: &mut SharedMemory<f32>) -> f32 {
+fn mean_of(norms: &Floats, block: &Block, shared: &mut SharedMemory<f32>) -> f32 {
     let units = comptime!(UNITS as usize);
     let mut sum = 0.0f32;
-    for step in 0..n.div_ceil(units) {
+    for step in 0..block.n.div_ceil(units) {
         let i = step * units + UNIT_POS as usize;
-        if here && i < n {
-            sum += norms.at(matrix * n + i);
+        if block.here && i < block.n {
+            sum += norms.at(block.norms + i);
         }
     }
-    cube_sum(sum, shared) / f32::cast_from(n as u32)
+    cube::total(sum, shared) / f32::cast_from(block.n as u32)
 }
 
 /// The sums of squares of the columns of a block whose rows are normalised. A column is shared by [`LANES`] units, each
@@ -33,45 +34,32 @@ fn mean_of(norms: &Floats, matrix: usize, n: usize, here: bool, shared: &mut Sha
 ///
 /// Mutants: 8 takes no norm but zero for noise.
 #[cube(launch_unchecked)]
-fn columns_kernel(
-    x: &Floats,
-    norms: &Floats,
-    sums: &mut Floats,
-    count: u32,
-    n: u32,
-    k: u32,
-    blocks: u32,
-    rows: u32,
-    #[comptime] mutant: u32,
-) {
-    let (n, k, blocks, rows) = (n as usize, k as usize, blocks as usize, rows as usize);
+fn columns_kernel(x: &Floats, norms: &Floats, sums: &mut Floats, table: Table, #[comptime] mutant: u32) {
     let me = UNIT_POS as usize;
     let wide = comptime!(COLUMNS);
     let lanes = comptime!(LANES);
-    let (matrix, first) = (CUBE_POS / blocks, CUBE_POS % blocks * rows);
-    let here = matrix < count as usize;
+    let block = block_of(&table, tall::NO_FAULT);
     let mut shared = SharedMemory::<f32>::new(comptime!(UNITS as usize));
-    let mean = mean_of(norms, matrix, n, here, &mut shared);
-    for tile in 0..k.div_ceil(wide) {
+    let mean = mean_of(norms, &block, &mut shared);
+    for tile in 0..block.k.div_ceil(wide) {
         let column = tile * wide + me % wide;
         let mut sum = 0.0f32;
-        for step in 0..rows.div_ceil(lanes) {
-            let offset = step * lanes + me / wide;
-            let row = first + offset;
-            if here && offset < rows && row < n && column < k {
-                let value =
-                    x.at((matrix * n + row) * k + column) / divisor_of(norms.at(matrix * n + row), mean, mutant);
+        for step in 0..block.rows.div_ceil(lanes) {
+            let row = block.first + step * lanes + me / wide;
+            if row < block.end && column < block.k {
+                let divisor = divisor_of(norms.at(block.norms + row), mean, mutant);
+                let value = x.at(block.x + row * block.k + column) / divisor;
                 sum += value * value;
             }
         }
         shared[me] = sum;
         sync_cube();
-        if me < wide && here && column < k {
+        if me < wide && block.here && column < block.k {
             let mut all = 0.0f32;
             for lane in 0..lanes {
                 all += shared[lane * wide + me];
             }
-            sums.set((matrix * blocks + CUBE_POS % blocks) * k + column, all);
+            sums.set(CUBE_POS * block.widest + column, all);
         }
         sync_cube();
     }
@@ -94,49 +82,40 @@ fn write_kernel(
     divisors: &mut Floats,
     m: &mut Floats,
     params: &mut Floats,
-    firsts: Sequence<u32>,
-    starts: Sequence<u32>,
-    columns: Sequence<u32>,
-    heads: Sequence<u32>,
-    factors: Sequence<f32>,
+    table: Table,
+    places: Places,
+    scales: Sequence<f32>,
     decays: Sequence<f32>,
-    count: u32,
-    n: u32,
-    k: u32,
-    blocks: u32,
-    rows: u32,
     keep: f32,
     take: f32,
-    #[comptime] turned: bool,
     #[comptime] plus: bool,
     #[comptime] mutant: u32,
 ) {
-    let (n, k, blocks, rows) = (n as usize, k as usize, blocks as usize, rows as usize);
     let me = UNIT_POS as usize;
     let units = comptime!(UNITS as usize);
-    let (matrix, first) = (CUBE_POS / blocks, CUBE_POS % blocks * rows);
-    let here = matrix < count as usize;
-    let own = CUBE_POS * k;
+    let block = block_of(&table, tall::NO_FAULT);
+    let k = block.k;
+    let own = CUBE_POS * block.widest;
     let mut row_mean = 0.0f32;
     if comptime!(plus) {
         let mut shared = SharedMemory::<f32>::new(comptime!(UNITS as usize));
-        row_mean = mean_of(norms, matrix, n, here, &mut shared);
+        row_mean = mean_of(norms, &block, &mut shared);
         let mut total = 0.0f32;
         for step in 0..k.div_ceil(units) {
             let column = step * units + me;
-            if here && column < k {
+            if block.here && column < k {
                 let mut square = 0.0f32;
-                for block in 0..blocks {
-                    square += sums.at((matrix * blocks + block) * k + column);
+                for number in 0..block.blocks {
+                    square += sums.at((block.cubes + number) * block.widest + column);
                 }
                 divisors.set(own + column, square.sqrt());
                 total += square.sqrt();
             }
         }
-        let mean = cube_sum(total, &mut shared) / f32::cast_from(k as u32);
+        let mean = cube::total(total, &mut shared) / f32::cast_from(k as u32);
         for step in 0..k.div_ceil(units) {
             let column = step * units + me;
-            if here && column < k {
+            if block.here && column < k {
                 let divisor = divisor_of(divisors.at(own + column), mean, mutant);
                 divisors.set(own + column, divisor);
             }
@@ -144,9 +123,9 @@ fn write_kernel(
         sync_storage();
     }
     let mut any = 0.0f32;
-    if here {
-        for block in 0..blocks {
-            any += moved.at(matrix * blocks + block);
+    if block.here {
+        for number in 0..block.blocks {
+            any += moved.at(block.cubes + number);
         }
     }
     if comptime!(mutant == 6) {
@@ -156,83 +135,74 @@ fn write_kernel(
     if comptime!(mutant == 5) {
         flag = 1.0f32;
     }
-    if here && flag == 1.0f32 && any > 0.0f32 {
-        let mut row_step = of_entry(matrix, &firsts, &columns);
-        let mut column_step = 1usize;
-        let (mut stored_rows, mut width) = (n, k);
-        if comptime!(turned) {
-            column_step = row_step;
-            row_step = 1usize;
-            stored_rows = k;
-            width = n;
-        }
-        let origin = origin_of(matrix, stored_rows, width, &firsts, &starts, &columns, &heads, mutant);
-        let mut step_size = lr.at(0) * ranges::value_of(matrix, &firsts, &factors);
+    if block.here && flag == 1.0f32 && any > 0.0f32 {
+        let place = place_of(&block, &table, &places, mutant);
+        let mut step_size = lr.at(0) * pick::<f32>(CUBE_POS, &table.cubes, &scales);
         if comptime!(mutant == 11) {
-            step_size = lr.at(0) * factors[0];
+            step_size = lr.at(0) * scales[0];
         }
-        let mut decay = lr.at(0) * ranges::value_of(matrix, &firsts, &decays);
+        let mut decay = lr.at(0) * pick::<f32>(CUBE_POS, &table.cubes, &decays);
         if comptime!(mutant == 10) {
             decay = 0.0f32;
         }
-        for step in 0..(rows * k).div_ceil(units) {
+        let elements = block.rows * k;
+        for step in 0..elements.div_ceil(units) {
             let i = step * units + me;
-            if i < rows * k {
-                let place = in_block(i, rows, k, turned);
-                let (row, column) = (first + place / k, place % k);
-                if row < n {
-                    let mut value = x.at((matrix * n + row) * k + column);
+            if i < elements {
+                let at = in_block(i, &block, &place);
+                let (row, column) = (block.first + at / k, at % k);
+                if row < block.end {
+                    let mut value = x.at(block.x + row * k + column);
                     if comptime!(plus) {
-                        let mut divisor = divisor_of(norms.at(matrix * n + row), row_mean, mutant);
+                        let mut divisor = divisor_of(norms.at(block.norms + row), row_mean, mutant);
                         if comptime!(mutant == 9) {
                             divisor = 1.0f32;
                         }
                         value = value / divisor / divisors.at(own + column);
                     }
-                    let at = origin + row * row_step + column * column_step;
-                    m.set(at, keep * m.at(at) + take * grads.at(at));
-                    let w = params.at(at);
-                    params.set(at, w - decay * w - step_size * value);
+                    let flat = place.origin + row * place.row_step + column * place.column_step;
+                    m.set(flat, keep * m.at(flat) + take * grads.at(flat));
+                    let w = params.at(flat);
+                    params.set(flat, w - decay * w - step_size * value);
                 }
             }
         }
     }
 }
 
-/// Adds up the columns of the iterate `x`; gives `[C, blocks, k]`.
-pub(super) fn columns<R: Engine>(b: &Device<R>, stack: &Stack, x: &Tensor) -> Result<Tensor> {
-    let sums = b.float_scratch(&[stack.count, stack.blocks.count, stack.k])?;
-    let uses = [x, &stack.norms, &sums];
-    b.launch("muon::columns", stack.grid(), x.bytes(), &uses, |client, cubes, dim| {
-        let ([x, norms, sums], [count, n, k, blocks, rows]) = (uses.map(|t| b.floats(t)), stack.words());
-        let mutant = stack.mutant(&[8]);
+/// Adds up the columns of the iterate `x`; gives a row of sums a block.
+pub(super) fn columns<R: Engine>(b: &Device<R>, of: &Stack, x: &Tensor) -> Result<Tensor> {
+    let sums = b.float_scratch(&[of.layout.cubes, of.layout.widest])?;
+    let uses = [x, &of.norms, &sums];
+    b.launch("muon::columns", of.layout.grid(), x.bytes(), &uses, |client, cubes, dim| {
+        let [x, norms, sums] = uses.map(|t| b.floats(t));
         // SAFETY: a cube stays in its block; rows past the last touch nothing.
         unsafe {
-            columns_kernel::launch_unchecked::<R>(client, cubes, dim, x, norms, sums, count, n, k, blocks, rows, mutant)
+            columns_kernel::launch_unchecked::<R>(
+                client,
+                cubes,
+                dim,
+                x,
+                norms,
+                sums,
+                of.layout.table(),
+                of.mutant(&[8]),
+            )
         }
     })?;
     Ok(sums)
 }
 
-/// Moves the matrices of a class by the iterate `x`.
-pub(super) fn launch<R: Engine>(
-    b: &Device<R>,
-    call: &Call<'_>,
-    stack: &Stack,
-    table: &Table<'_>,
-    [x, sums, moved]: [&Tensor; 3],
-) -> Result<()> {
-    let (across, down) = stack.grid().cubes;
-    let divisors = b.float_scratch(&[across as usize * down as usize, stack.k])?;
-    let uses = [call.grads, x, &stack.norms, sums, moved, call.lr, call.apply, &divisors, call.m, call.params];
-    b.launch("muon::write", stack.grid(), 6 * x.bytes(), &uses, |client, cubes, dim| {
-        let ([grads, x, norms, sums, moved, lr, apply, divisors, m, params], [count, n, k, blocks, rows]) =
-            (uses.map(|t| b.floats(t)), stack.words());
-        let (firsts, starts) = (table.firsts(), table.words(|entry| entry.start));
-        let (columns, heads) = (table.words(|entry| entry.columns), table.words(|entry| entry.heads));
-        let (factors, decays) = (table.floats(|entry| entry.scale), table.floats(|entry| entry.weight_decay));
-        // SAFETY: entries lie inside the buffers; rows past the last and cubes behind the last matrix touch nothing but
-        // the divisors of their own.
+/// Moves the matrices by the iterate `x`.
+pub(super) fn launch<R: Engine>(b: &Device<R>, call: &Call<'_>, of: &Stack, [x, sums]: [&Tensor; 2]) -> Result<()> {
+    let (across, down) = of.layout.grid().cubes;
+    let divisors = b.float_scratch(&[across as usize * down as usize, of.layout.widest])?;
+    let uses = [call.grads, x, &of.norms, sums, &of.moved, call.lr, call.apply, &divisors, call.m, call.params];
+    b.launch("muon::write", of.layout.grid(), 6 * x.bytes(), &uses, |client, cubes, dim| {
+        let [grads, x, norms, sums, moved, lr, apply, divisors, m, params] = uses.map(|t| b.floats(t));
+        let (scales, decays) = (of.floats(|entry| entry.scale), of.floats(|entry| entry.weight_decay));
+        // SAFETY: entries lie inside the buffers; rows past the last and cubes behind the last block touch nothing but the
+        // divisors of their own.
         unsafe {
             write_kernel::launch_unchecked::<R>(
                 client,
@@ -248,22 +218,14 @@ pub(super) fn launch<R: Engine>(
                 divisors,
                 m,
                 params,
-                firsts,
-                starts,
-                columns,
-                heads,
-                factors,
+                of.layout.table(),
+                of.places(),
+                scales,
                 decays,
-                count,
-                n,
-                k,
-                blocks,
-                rows,
                 call.keep,
                 call.take,
-                table.turned(),
                 call.plus,
-                stack.mutant(&[5, 6, 7, 8, 9, 10, 11]),
+                of.mutant(&[5, 6, 7, 8, 9, 10, 11]),
             )
         }
     })

@@ -1,4 +1,5 @@
-//! Arm `fused`: three launches for four iterations, whatever the shape.
+//! Arm `fused`: three launches for four iterations. Those for k <= 64, of all shapes together, are in [`small`]; here are
+//! those for any k, a shape at a time.
 //!
 //! Every iteration multiplies X from the right by a polynomial of A = X^T X, so A can be followed without X:
 //!
@@ -23,7 +24,8 @@
 use cubecl::prelude::*;
 use dormouse_reference::Result;
 
-use super::polar;
+use super::{polar, small};
+use crate::cube;
 use crate::device::Device;
 use crate::launch::Grid;
 use crate::runtime::Engine;
@@ -49,10 +51,10 @@ const HELD: usize = polar::LARGEST_K;
 pub(crate) const LARGEST_K: usize = polar::LARGEST_K;
 
 /// Iterations before A is computed anew.
-const ROUND: usize = 4;
+pub(super) const ROUND: usize = 4;
 
-/// Factors of one launch: the model in use has at most seven of one shape.
-pub(crate) const FACTORS: usize = 8;
+/// Factors of one launch.
+const FACTORS: usize = 8;
 
 /// Matrices that lie one behind another, and where their largest spread goes.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -65,8 +67,18 @@ pub(crate) struct Factor {
     pub slot: usize,
 }
 
+/// What all factors of a call have in common.
+pub(crate) struct Scalars<'a> {
+    pub buffer: &'a Tensor,
+    pub apply: &'a Tensor,
+    pub iterations: usize,
+    pub power_iterations: usize,
+    /// The kernels' number of the fault to compile them with.
+    pub mutant: u32,
+}
+
 /// Matrices of one shape in a buffer.
-pub(crate) struct Batch<'a> {
+pub(super) struct Batch<'a> {
     pub buffer: &'a Tensor,
     pub apply: &'a Tensor,
     /// One to [`FACTORS`] of them.
@@ -124,16 +136,6 @@ fn origin_of(
     start as usize + place * size
 }
 
-/// The larger of two numbers that are not NaN, written out because devices differ about NaN.
-#[cube]
-fn larger(a: f32, b: f32) -> f32 {
-    let mut most = a;
-    if b > a {
-        most = b;
-    }
-    most
-}
-
 /// A block of rows, over its own power of two: a tile of its X^T X.
 ///
 /// Mutants: 8 misses the last row of a block.
@@ -185,17 +187,7 @@ fn gram_kernel(
             }
         }
     }
-    shared[me] = largest;
-    sync_cube();
-    #[unroll]
-    for level in 0..8u32 {
-        let half = comptime!(128usize >> level as usize);
-        if me < half {
-            shared[me] = larger(shared[me], shared[me + half]);
-        }
-        sync_cube();
-    }
-    let scale = power_of_two(shared[0]);
+    let scale = power_of_two(cube::largest(largest, &mut shared));
     let inverse = inverse_of(scale);
 
     let mut of_left = SharedMemory::<f32>::new(comptime!(TILE * TILE));
@@ -361,7 +353,7 @@ fn multiply_kernel(
 }
 
 /// Retracts every matrix and writes each factor's largest spread into its slot of `spreads`.
-pub(crate) fn update<R: Engine>(b: &Device<R>, batch: &Batch<'_>, spread: &Tensor) -> Result<()> {
+fn update<R: Engine>(b: &Device<R>, batch: &Batch<'_>, spread: &Tensor) -> Result<()> {
     let &Batch { buffer, apply, n, k, iterations, mutant, .. } = batch;
     let e = batch.matrices();
     let work = b.float_scratch(&[polar::slots(e), k, k])?;
@@ -435,6 +427,34 @@ pub(crate) fn update<R: Engine>(b: &Device<R>, batch: &Batch<'_>, spread: &Tenso
                 )
             }
         })?;
+    }
+    Ok(())
+}
+
+/// Retracts the matrices of every factor, each with its n and k, and writes each factor's largest spread into its slot of
+/// `spreads`; as many as a launch takes share it. Nothing is written for factors without matrices, which are not to be
+/// among them.
+pub(crate) fn update_all<R: Engine>(
+    b: &Device<R>,
+    call: &Scalars<'_>,
+    factors: &[(Factor, [usize; 2])],
+    spreads: &Tensor,
+) -> Result<()> {
+    let &Scalars { buffer, apply, iterations, power_iterations, mutant } = call;
+    let (small, large): (Vec<_>, Vec<_>) = factors.iter().partition(|(_, [_, k])| *k <= small::LARGEST_K);
+    for factors in small.chunks(small::FACTORS) {
+        small::update(b, call, factors, spreads)?;
+    }
+    let mut classes: Vec<([usize; 2], Vec<Factor>)> = Vec::new();
+    for (factor, shape) in large {
+        match classes.iter_mut().find(|(of, factors)| *of == shape && factors.len() < FACTORS) {
+            Some((_, factors)) => factors.push(factor),
+            None => classes.push((shape, vec![factor])),
+        }
+    }
+    for ([n, k], factors) in &classes {
+        let (factors, n, k) = (&factors[..], *n, *k);
+        update(b, &Batch { buffer, apply, factors, n, k, iterations, power_iterations, mutant }, spreads)?;
     }
     Ok(())
 }

@@ -5,6 +5,8 @@
 pub(crate) mod fused;
 pub(crate) mod plain;
 mod polar;
+mod polar_small;
+mod small;
 
 use cubecl::prelude::*;
 use dormouse_reference::retract::{Config, Outputs, Retract};
@@ -85,10 +87,9 @@ impl<R: Engine> Retract for Device<R> {
             self.fill(&spread, 0.0)?;
             return Ok(Outputs { spread });
         }
-        let factors = [fused::Factor { start: 0, count: e, slot: 0 }];
-        let (buffer, factors, mutant) = (factor, &factors[..], self.mutant(STEM));
-        let batch = fused::Batch { buffer, apply, factors, n, k, iterations, power_iterations, mutant };
-        fused::update(self, &batch, &spread)?;
+        let (buffer, mutant) = (factor, self.mutant(STEM));
+        let call = fused::Scalars { buffer, apply, iterations, power_iterations, mutant };
+        fused::update_all(self, &call, &[(fused::Factor { start: 0, count: e, slot: 0 }, [n, k])], &spread)?;
         Ok(Outputs { spread })
     }
 }

@@ -13,6 +13,7 @@ use dormouse_reference::Result;
 
 use super::fused::Batch;
 use super::{CONSTANT, LINEAR, MARGIN, PIVOT_FLOOR, SQUARE, eighth_power_mean, start};
+use crate::cube;
 use crate::device::Device;
 use crate::launch::Grid;
 use crate::runtime::Engine;
@@ -52,26 +53,6 @@ pub(super) struct Part {
     pub blocks: usize,
     pub iterations: usize,
     pub with_spread: bool,
-}
-
-/// The sum over the units of the cube, in halves. Every unit must call it.
-#[cube]
-fn cube_sum(value: f32, shared: &mut SharedMemory<f32>) -> f32 {
-    let me = UNIT_POS as usize;
-    shared[me] = value;
-    sync_cube();
-    #[unroll]
-    for level in 0..8u32 {
-        let half = comptime!(128usize >> level as usize);
-        if me < half {
-            shared[me] = shared[me] + shared[me + half];
-        }
-        sync_cube();
-    }
-    let total = shared[0];
-    // The next call writes the same memory.
-    sync_cube();
-    total
 }
 
 /// out = alpha X Y + beta X + gamma I of k by k matrices that begin at `x`, `y` and `out` of `work`; X is symmetric and
@@ -170,7 +151,7 @@ fn square_sum(work: &Floats, at: usize, k: usize, shared: &mut SharedMemory<f32>
             sum += value * value;
         }
     }
-    cube_sum(sum, shared)
+    cube::total(sum, shared)
 }
 
 /// The start of the power method over its norm, into `u`.
@@ -186,7 +167,7 @@ fn begin(u: &mut SharedMemory<f32>, k: usize, shared: &mut SharedMemory<f32>) {
             square += value * value;
         }
     }
-    let norm = cube_sum(square, shared).sqrt();
+    let norm = cube::total(square, shared).sqrt();
     scale(u, 1.0f32 / norm, k);
 }
 
@@ -231,7 +212,7 @@ fn apply_to(
             square += sum * sum;
         }
     }
-    cube_sum(square, shared).sqrt()
+    cube::total(square, shared).sqrt()
 }
 
 /// Everything about a matrix but the product with X. In the first round `roles` is 2: X is brought to scale, cubes 0, 2,

@@ -12,14 +12,15 @@ use std::time::{Duration, Instant};
 use cubecl::client::ComputeClient;
 use cubecl::device::{Device as CubeDevice, DeviceId};
 use cubecl::ir::{ContiguousElements, MatrixLayout, MmaProperties, TargetProperties};
-use cubecl::server::{Handle, ServerError};
+use cubecl::server::ServerError;
 use cubecl::stream_id::StreamId;
 use cubecl::wgpu::{WgpuDevice, WgpuRuntime};
 use cubecl::zspace::striding::has_contiguous_row_major_strides;
 use cubecl::zspace::{Shape, Strides};
 use cubecl_cpp::cuda::mma::contiguous_elements_cuda;
-use cudarc::driver::{CudaGraph, result as cu, sys};
+use cudarc::driver::{CudaGraph, sys};
 
+mod branches;
 mod compile;
 mod error;
 pub mod gemm;
@@ -28,12 +29,16 @@ mod library;
 mod offline;
 mod panics;
 mod server;
+mod shared;
+mod staging;
 
+pub use branches::Dependencies;
 pub use compile::{Cache, Target};
 pub use error::Error;
 pub use library::{Versions, check_driver};
 pub use offline::{Compiled, Offline, OfflineDevice, OfflineServer, Variant};
-pub use server::{Server, Shared};
+pub use server::Server;
+pub use shared::Shared;
 
 /// Cubes along x, y, z that one launch may have on CUDA.
 const MAX_CUBES: (u32, u32, u32) = (i32::MAX as u32, 65535, 65535);
@@ -49,6 +54,17 @@ pub struct Activity {
     pub allocated: u64,
     /// Kernels that the compiler ran for; the others came from the cache on disk.
     pub compiled: u64,
+}
+
+/// How a runtime took bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Written {
+    /// It has copied them, and the host waited for the device until it had room for them.
+    Waited,
+    /// It has copied them and waited for nothing.
+    Queued,
+    /// It has not: it can only make new buffers.
+    Refused,
 }
 
 /// What results depend on besides the sources.
@@ -95,8 +111,14 @@ pub trait Engine: gemm::Gemm {
     /// Waits until every launch so far has been issued (not until it has run) and hands out what went wrong.
     fn settle(client: &ComputeClient<Self>) -> Result<(), Error>;
 
-    /// Writes into a buffer; false if the runtime can only make new ones.
-    fn write(client: &ComputeClient<Self>, into: Handle, bytes: &[u8]) -> Result<bool, Error>;
+    /// Writes into a buffer, after all that was asked for before and before all that is asked for later.
+    fn write(client: &ComputeClient<Self>, into: &gemm::Start<'_>, bytes: &[u8]) -> Result<Written, Error>;
+
+    /// What the next launch of a recording waits for: everything recorded last, branch by branch.
+    fn dependencies(client: &ComputeClient<Self>) -> Result<Dependencies, Error>;
+
+    /// Lets the next launch of a recording wait for these, in place of or besides what it would have waited for.
+    fn depend(client: &ComputeClient<Self>, on: Dependencies, besides: bool) -> Result<(), Error>;
 
     /// Records launches from here on instead of running them.
     fn begin_capture(client: &ComputeClient<Self>) -> Result<(), Error>;
@@ -272,20 +294,18 @@ impl Engine for Cuda {
         panics::take(CudaDevice::default().to_id())
     }
 
-    fn write(client: &ComputeClient<Self>, into: Handle, bytes: &[u8]) -> Result<bool, Error> {
-        let resource = client
-            .get_resource(into)
-            .map_err(|e| Error::Launch { kernel: "upload".to_owned(), reason: e.to_string() })?;
-        let at = *resource.resource();
-        assert!(bytes.len() as u64 <= at.size, "an upload fits its tensor");
-        Self::on_device(client, |shared| {
-            let stream = shared.stream()?;
-            // SAFETY: the buffer has as many bytes, is kept alive by `resource`, and the copy is waited for.
-            unsafe { cu::memcpy_htod_async(at.at, bytes, stream.cu_stream()) }
-                .map_err(shared.call("cuMemcpyHtoDAsync"))?;
-            stream.synchronize().map_err(shared.call("cuStreamSynchronize"))
-        })?;
-        Ok(true)
+    fn write(client: &ComputeClient<Self>, into: &gemm::Start<'_>, bytes: &[u8]) -> Result<Written, Error> {
+        let at = gemm::address(client, into)?;
+        // SAFETY: the caller keeps the buffer alive and checked that it has as many bytes.
+        Self::on_device(client, |shared| unsafe { shared.write(at, bytes) })
+    }
+
+    fn dependencies(client: &ComputeClient<Self>) -> Result<Dependencies, Error> {
+        Self::on_device(client, Dependencies::of)
+    }
+
+    fn depend(client: &ComputeClient<Self>, on: Dependencies, besides: bool) -> Result<(), Error> {
+        Self::on_device(client, move |shared| on.set(shared, besides))
     }
 
     fn begin_capture(client: &ComputeClient<Self>) -> Result<(), Error> {
@@ -331,10 +351,10 @@ impl Engine for Cuda {
             // The whole wrapper moves, not only the reference in it.
             let graph = graph;
             shared.take_error()?;
-            match &graph.0.0 {
-                Some(graph) => graph.launch().map_err(shared.call("cuGraphLaunch")),
-                None => Ok(()),
-            }
+            let Some(graph) = &graph.0.0 else { return Ok(()) };
+            shared.wait_for_steps_before()?;
+            graph.launch().map_err(shared.call("cuGraphLaunch"))?;
+            shared.note_step()
         })
     }
 
@@ -425,8 +445,16 @@ impl Engine for WgpuRuntime {
         flushed.map_err(|e| wgpu_error("flush", &e))
     }
 
-    fn write(_: &ComputeClient<Self>, _: Handle, _: &[u8]) -> Result<bool, Error> {
-        Ok(false)
+    fn write(_: &ComputeClient<Self>, _: &gemm::Start<'_>, _: &[u8]) -> Result<Written, Error> {
+        Ok(Written::Refused)
+    }
+
+    fn dependencies(_: &ComputeClient<Self>) -> Result<Dependencies, Error> {
+        Err(no_graphs())
+    }
+
+    fn depend(_: &ComputeClient<Self>, _: Dependencies, _: bool) -> Result<(), Error> {
+        Err(no_graphs())
     }
 
     fn begin_capture(_: &ComputeClient<Self>) -> Result<(), Error> {

@@ -19,7 +19,7 @@ use cubecl::ir::TargetProperties;
 use cubecl::prelude::*;
 use cubecl::profile::ProfileDuration;
 use cubecl::server::{
-    Binding, ComputeServer, CopyDescriptor, Handle, IoError, KernelArguments, ProfileError, ProfilingToken,
+    Binding, ComputeServer, CopyDescriptor, IoError, KernelArguments, ProfileError, ProfilingToken,
     ServerCommunication, ServerError, ServerUtilities,
 };
 use cubecl::stream_id::StreamId;
@@ -40,7 +40,9 @@ use super::compile::{self, Cache, Target};
 use super::error::Error;
 use super::gpu::{self, ALIGNMENT};
 use super::server::{Address, Compiler, short_name};
-use super::{Activity, Cuda, Engine, Hardware, MAX_CUBES, NoGraph, library, no_graphs, panics};
+use super::{
+    Activity, Cuda, Dependencies, Engine, Hardware, MAX_CUBES, NoGraph, Written, gemm, library, no_graphs, panics,
+};
 
 /// The generation that kernels are compiled for.
 const GENERATION: (i32, i32) = (9, 0);
@@ -418,8 +420,16 @@ impl Engine for Offline {
         waited.map_err(|e| Error::Panic { message: e.to_string() })
     }
 
-    fn write(_: &ComputeClient<Self>, _: Handle, _: &[u8]) -> Result<bool, Error> {
-        Ok(true)
+    fn write(_: &ComputeClient<Self>, _: &gemm::Start<'_>, _: &[u8]) -> Result<Written, Error> {
+        Ok(Written::Queued)
+    }
+
+    fn dependencies(_: &ComputeClient<Self>) -> Result<Dependencies, Error> {
+        Err(no_graphs())
+    }
+
+    fn depend(_: &ComputeClient<Self>, _: Dependencies, _: bool) -> Result<(), Error> {
+        Err(no_graphs())
     }
 
     fn begin_capture(_: &ComputeClient<Self>) -> Result<(), Error> {

@@ -8,8 +8,8 @@ use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use cubecl::backtrace::BackTrace;
 use cubecl::bytes::Bytes;
@@ -34,131 +34,16 @@ use cubecl_runtime::memory_management::{
 };
 use cubecl_runtime::storage::{ComputeStorage, ManagedResource, StorageHandle, StorageId, StorageUtilization};
 use cubecl_runtime::timestamp_profiler::TimestampProfiler;
-use cudarc::driver::{CudaStream, DriverError, result as cu, sys};
+use cudarc::driver::{DriverError, result as cu, sys};
 
 use super::compile::{self, Cache};
 use super::error::Error;
-use super::gemm::Library;
 use super::gpu::{self, ALIGNMENT, Gpu};
-use super::library::{driver_error, ends_the_context};
+use super::library::driver_error;
+use super::shared::Shared;
 
 /// cubecl's compiler from its own representation to CUDA C++.
 pub type Compiler = CppCompiler<CudaDialect<CudaWmmaCompiler>>;
-
-/// What the server's thread and its callers share.
-pub struct Shared {
-    /// The GPU, or why there is none.
-    pub gpu: Result<Gpu, Error>,
-    errors: Mutex<Vec<Error>>,
-    capturing: Mutex<Option<StreamId>>,
-    last_kernel: Mutex<&'static str>,
-    /// The library for matrix products, from the first one on.
-    products: Mutex<Option<Library>>,
-    /// Kernels launched or recorded.
-    pub launches: AtomicU64,
-    /// Allocations of device memory.
-    pub allocations: AtomicU64,
-    /// Bytes allocated and not yet freed.
-    pub allocated: AtomicU64,
-    /// Sizes of the buffers that are held, by their addresses.
-    held: Mutex<HashMap<u64, u64>>,
-    /// Kernels that the compiler was run for.
-    pub compiled: AtomicU64,
-}
-
-impl fmt::Debug for Shared {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Shared")
-    }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // A panic while the lock was held leaves a list of errors behind, which is still a list of errors.
-    mutex.lock().unwrap_or_else(|poison| poison.into_inner())
-}
-
-impl Shared {
-    fn new(gpu: Result<Gpu, Error>) -> Self {
-        Self {
-            gpu,
-            errors: Mutex::new(Vec::new()),
-            capturing: Mutex::new(None),
-            last_kernel: Mutex::new("none"),
-            products: Mutex::new(None),
-            launches: AtomicU64::new(0),
-            allocations: AtomicU64::new(0),
-            allocated: AtomicU64::new(0),
-            held: Mutex::default(),
-            compiled: AtomicU64::new(0),
-        }
-    }
-
-    /// Notes an error for the next call that can return one.
-    pub fn note(&self, error: Error) {
-        lock(&self.errors).push(error);
-    }
-
-    /// The first error noted since the last call; the rest are its consequences.
-    pub fn take_error(&self) -> Result<(), Error> {
-        let errors = std::mem::take(&mut *lock(&self.errors));
-        errors.into_iter().next().map_or(Ok(()), Err)
-    }
-
-    /// The GPU's stream.
-    pub fn stream(&self) -> Result<&Arc<CudaStream>, Error> {
-        self.gpu.as_ref().map(|gpu| &gpu.stream).map_err(Error::clone)
-    }
-
-    /// Says whose launches are being recorded.
-    pub fn set_capturing(&self, by: Option<StreamId>) {
-        *lock(&self.capturing) = by;
-    }
-
-    /// Refuses a launch from another thread than the one whose launches are being recorded.
-    pub fn check_capture(&self, kernel: &str, by: StreamId) -> Result<(), Error> {
-        match *lock(&self.capturing) {
-            Some(recorded) if recorded != by => Err(Error::ForeignLaunch { kernel: kernel.to_owned() }),
-            _ => Ok(()),
-        }
-    }
-
-    /// The library for matrix products, if there was one to compute.
-    pub fn products(&self) -> MutexGuard<'_, Option<Library>> {
-        lock(&self.products)
-    }
-
-    /// A failed call of the driver as an error.
-    pub fn call(&self, call: &'static str) -> impl Fn(DriverError) -> Error {
-        move |error| {
-            let (reason, last_kernel) = (driver_error(error), lock(&self.last_kernel).to_string());
-            if ends_the_context(error) {
-                return Error::DeviceLost { call, reason, last_kernel };
-            }
-            Error::Call { call, reason, last_kernel }
-        }
-    }
-
-    /// Notes a buffer that was allocated.
-    pub fn hold(&self, at: u64, size: u64) {
-        self.allocations.fetch_add(1, Ordering::Relaxed);
-        self.allocated.fetch_add(size, Ordering::Relaxed);
-        lock(&self.held).insert(at, size);
-    }
-
-    /// That there is no memory for `need` more bytes.
-    pub fn out_of_memory(&self, need: u64) -> Error {
-        let (free, total) = cu::mem_get_info().unwrap_or((0, 0));
-        // The comment inside keeps the formatter away: a comma after `held` would be another source to the receipts, and
-        // renewing them takes a GPU. The next renewal can take it out.
-        Error::OutOfMemory /* no comma at the end */ {
-            need, free: free as u64, total: total as u64, held: lock(&self.held).values().copied().collect()
-        }
-    }
-
-    fn is_capturing(&self) -> bool {
-        lock(&self.capturing).is_some()
-    }
-}
 
 /// An address on the device.
 #[derive(Debug, Clone, Copy)]
@@ -199,8 +84,7 @@ impl ComputeStorage for Storage {
 
     fn dealloc(&mut self, id: StorageId) {
         if let Some((at, size)) = self.buffers.remove(&id) {
-            self.shared.allocated.fetch_sub(size, Ordering::Relaxed);
-            lock(&self.shared.held).remove(&at);
+            self.shared.release(at, size);
             // SAFETY: `at` came from `malloc_sync` and leaves the table here. cuMemFree waits for kernels that use it.
             if let Err(error) = unsafe { cu::free_sync(at) } {
                 self.shared.note(self.shared.call("cuMemFree")(error));
@@ -384,7 +268,7 @@ impl Server {
             )
         }
         .map_err(|e| fault(&driver_error(e)))?;
-        *lock(&self.shared.last_kernel) = name;
+        self.shared.note_kernel(name);
         self.shared.launches.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
@@ -577,17 +461,5 @@ mod tests {
         assert_eq!(server.shared.take_error(), Err(why.clone()));
         assert!(cubecl::future::block_on(server.sync(StreamId::current())).is_err());
         assert_eq!(server.shared.take_error(), Err(why));
-    }
-
-    #[test]
-    fn the_first_error_is_handed_out_once() {
-        let shared = Shared::new(Err(Error::NoDriver));
-        assert_eq!(shared.take_error(), Ok(()));
-        let launch = |kernel: &str| Error::Launch { kernel: kernel.to_owned(), reason: "refused".to_owned() };
-        shared.note(launch("first"));
-        shared.note(launch("second"));
-        assert_eq!(shared.take_error(), Err(launch("first")));
-        assert_eq!(shared.take_error(), Ok(()));
-        assert_eq!(shared.stream().err(), Some(Error::NoDriver));
     }
 }

@@ -161,6 +161,7 @@ mod tests {
             seed,
             only: None,
             random_cases: 40,
+            production: false,
             golden: PathBuf::new(),
             stop_at_first: true,
             again: String::new(),

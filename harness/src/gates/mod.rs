@@ -36,6 +36,8 @@ pub struct Context {
     pub only: Option<String>,
     /// How many random cases to draw besides the table.
     pub random_cases: u32,
+    /// Whether the cases of production size run, too.
+    pub production: bool,
     /// Where golden files are.
     pub golden: PathBuf,
     /// Leave a gate at its first failing case: what `bite` wants, since red is the answer it looks for.
@@ -194,7 +196,8 @@ fn over_some_cases<O: Operation>(
     check: Check<'_, O>,
 ) -> Tally {
     let mut tally = Tally::new();
-    for case in O::cases().into_iter().filter(|case| wanted(case)) {
+    let large = if context.production { O::production() } else { Vec::new() };
+    for case in O::cases().into_iter().chain(large).filter(|case| wanted(case)) {
         if context.only.as_ref().is_some_and(|only| !case.name.contains(only.as_str())) {
             continue;
         }

@@ -44,6 +44,7 @@ mod tests {
             seed: 7,
             only: None,
             random_cases: 4,
+            production: false,
             golden: PathBuf::new(),
             stop_at_first: false,
             again: String::new(),

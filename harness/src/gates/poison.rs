@@ -39,6 +39,7 @@ mod tests {
             seed: 1,
             only: None,
             random_cases: 4,
+            production: false,
             golden: PathBuf::new(),
             stop_at_first: true,
             again: String::new(),

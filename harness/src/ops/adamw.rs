@@ -75,6 +75,10 @@ impl Operation for AdamwOp {
         cases
     }
 
+    fn production() -> Vec<Case<Config>> {
+        vec![case(1_000_003, &[(0..600_001, 0.1), (600_001..1_000_003, 0.0)], "middle")]
+    }
+
     fn strategy() -> BoxedStrategy<Case<Config>> {
         (2..200usize, 0.0..1.0, 0.0..1.0, 0.0..0.5, 0..FAMILIES.len())
             .prop_map(|(len, a, b, decay, family): (usize, f64, f64, f64, _)| {

@@ -69,6 +69,10 @@ impl Operation for BlendOp {
         ]
     }
 
+    fn production() -> Vec<Case<Config>> {
+        vec![case(8, 512, 768, 3, "normal", true)]
+    }
+
     fn strategy() -> BoxedStrategy<Case<Config>> {
         (1..4usize, 1..9usize, 3..40usize, 1..5usize, 0..FAMILIES.len(), any::<bool>())
             .prop_map(|(b, t, d, e, family, memory)| case(b, t, d, e, FAMILIES[family], memory))

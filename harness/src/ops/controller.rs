@@ -83,6 +83,10 @@ impl Operation for ControllerOp {
         ]
     }
 
+    fn production() -> Vec<Case<Config>> {
+        vec![case(8, 512, 768, 3, "normal", &["plus_c", "plus_x0"])]
+    }
+
     fn strategy() -> BoxedStrategy<Case<Config>> {
         (1..4usize, 1..9usize, 3..24usize, 1..6usize, 0..FAMILIES.len(), 0..4usize)
             .prop_map(|(b, t, d, e, family, plus)| {

@@ -73,6 +73,10 @@ impl Operation for CrossEntropyOp {
         ]
     }
 
+    fn production() -> Vec<Case<Config>> {
+        vec![case([8, 512, 256], None, "normal", true)]
+    }
+
     fn strategy() -> BoxedStrategy<Case<Config>> {
         let denominator = prop_oneof![Just(None), (1..60usize).prop_map(Some)];
         ([1..4usize, 1..9usize, 2..20usize], denominator, 0..FAMILIES.len(), any::<bool>())

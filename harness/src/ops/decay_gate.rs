@@ -76,6 +76,10 @@ impl Operation for DecayGateOp {
         ]
     }
 
+    fn production() -> Vec<Case<Config>> {
+        vec![case([8, 512, 12, 64], BOUNDED, 1.0, "fresh")]
+    }
+
     fn strategy() -> BoxedStrategy<Case<Config>> {
         let kind = prop_oneof![
             (-5.9..-0.1f64).prop_map(|lower_bound| Kind::Bounded { lower_bound }),

@@ -69,6 +69,10 @@ impl Operation for EmaOp {
         cases
     }
 
+    fn production() -> Vec<Case<Config>> {
+        vec![case(1_000_003, &[(0, 700_001)], 0.999, "apart")]
+    }
+
     fn strategy() -> BoxedStrategy<Case<Config>> {
         (2..200usize, 0.0..1.0, 0.0..1.0, 0.5..1.0, 0..FAMILIES.len())
             .prop_map(|(len, a, b, momentum, family): (usize, f64, f64, f64, _)| {

@@ -56,6 +56,10 @@ impl Operation for EmbeddingOp {
         ]
     }
 
+    fn production() -> Vec<Case<Config>> {
+        vec![case(8, 512, 256, 768, "uniform")]
+    }
+
     fn strategy() -> BoxedStrategy<Case<Config>> {
         (1..4usize, 1..12usize, 1..300usize, 1..20usize, 0..FAMILIES.len())
             .prop_map(|(b, t, v, d, family)| case(b, t, v, d, FAMILIES[family]))

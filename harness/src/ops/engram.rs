@@ -91,6 +91,11 @@ impl Operation for EngramOp {
         ]
     }
 
+    fn production() -> Vec<Case<Config>> {
+        // As a model starts: of so many ordinary scores one lies beside zero, where the gate is steepest (docs/adr/0014).
+        vec![case([8, 512, 768], [3, 98_304, 32], "initial", true)]
+    }
+
     fn strategy() -> BoxedStrategy<Case<Config>> {
         let dims = [1..4usize, 1..9usize, 2..24usize];
         (dims, [1..4usize, 1..60usize, 1..9usize], 0..FAMILIES.len(), any::<bool>())

@@ -60,6 +60,10 @@ impl Operation for EngramHashOp {
         ]
     }
 
+    fn production() -> Vec<Case<Config>> {
+        vec![case(8, 512, 32_768, "bytes", true)]
+    }
+
     fn strategy() -> BoxedStrategy<Case<Config>> {
         (1..4usize, 1..20usize, 1..70_000usize, 0..FAMILIES.len(), any::<bool>())
             .prop_map(|(b, t, rows, family, mask)| case(b, t, rows, FAMILIES[family], mask))

@@ -121,6 +121,10 @@ impl Operation for ExpertOp {
         cases
     }
 
+    fn production() -> Vec<Case<Config>> {
+        vec![case(8, 512, [3, 768, 2048, 64], "normal", Ffn::Silu, false)]
+    }
+
     fn strategy() -> BoxedStrategy<Case<Config>> {
         let shape = (1..4usize, 3..12usize, 3..16usize, 3..7usize);
         let format = 0..FactorFormat::ALL.len();

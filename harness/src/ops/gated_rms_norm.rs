@@ -62,6 +62,10 @@ impl Operation for GatedRmsNormOp {
         ]
     }
 
+    fn production() -> Vec<Case<Config>> {
+        vec![case([8, 512, 12, 64], 1e-5, "normal")]
+    }
+
     fn strategy() -> BoxedStrategy<Case<Config>> {
         (1..4usize, 1..9usize, 1..4usize, 3..40usize, prop_oneof![Just(1e-3), Just(1e-5)], 0..FAMILIES.len())
             .prop_map(|(b, t, h, v, eps, family)| case([b, t, h, v], eps, FAMILIES[family]))

@@ -75,6 +75,10 @@ impl Operation for JepaOp {
         ]
     }
 
+    fn production() -> Vec<Case<Config>> {
+        vec![case(8, 512, 768, "some")]
+    }
+
     fn strategy() -> BoxedStrategy<Case<Config>> {
         (1..4usize, 1..20usize, 2..40usize, 0..FAMILIES.len())
             .prop_map(|(b, t, d, family)| case(b, t, d, FAMILIES[family]))

@@ -67,6 +67,10 @@ impl Operation for KoleoOp {
         ]
     }
 
+    fn production() -> Vec<Case<Config>> {
+        vec![case([8, 512, 768], 256, "some", true)]
+    }
+
     fn strategy() -> BoxedStrategy<Case<Config>> {
         let dims = [1..4usize, 1..9usize, 8..40usize];
         (dims, 2..20usize, 0..FAMILIES.len(), any::<bool>())

@@ -69,6 +69,10 @@ impl Operation for LayerNormOp {
         ]
     }
 
+    fn production() -> Vec<Case<Config>> {
+        vec![case([8, 512, 768], 1e-5, "normal", &["gain", "bias", "plus"])]
+    }
+
     fn strategy() -> BoxedStrategy<Case<Config>> {
         let dims = [1..4usize, 1..9usize, 4..40usize];
         (dims, prop_oneof![Just(1e-3), Just(1e-5)], 0..FAMILIES.len(), any::<bool>(), any::<bool>())

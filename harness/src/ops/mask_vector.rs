@@ -68,6 +68,10 @@ impl Operation for MaskVectorOp {
         ]
     }
 
+    fn production() -> Vec<Case<Config>> {
+        vec![case(8, 512, 768, "some")]
+    }
+
     fn strategy() -> BoxedStrategy<Case<Config>> {
         (1..4usize, 1..20usize, 1..40usize, 0..FAMILIES.len())
             .prop_map(|(b, t, d, family)| case(b, t, d, FAMILIES[family]))

@@ -149,13 +149,24 @@ impl Operation for MuonOp {
             case(&[([1, 90, 20], 1, 1.0, 0.0), ([1, 24, 96], 4, 1.0, 0.1)], 5, true, Batched, "first"),
             // Large enough that a product is cut into blocks.
             case(&one([2, 150, 32]), 8, true, Batched, "middle"),
-            // Shorter sides above 64, where a device's products are others; wide and tall, in several blocks of rows.
+            // Shorter sides above 64 and above 96, where a device's products are others; wide and tall, in several blocks of
+            // rows.
             case(&[([1, 70, 96], 1, 1.0, 0.1), ([2, 80, 66], 1, 1.5, 0.0)], 5, true, Batched, "middle"),
-            case(&[([1, 66, 140], 2, 1.0, 0.1), ([1, 68, 80], 1, 1.0, 0.1)], 8, true, Batched, "noise"),
+            case(&[([1, 66, 140], 2, 1.0, 0.1), ([1, 98, 104], 1, 1.0, 0.1)], 8, true, Batched, "noise"),
             // More entries of one shape than a device takes in one launch.
             case(&[([1, 3, 4], 2, 1.5, 0.1); 10], 5, true, Batched, "no-gradient"),
         ]);
         cases
+    }
+
+    fn production() -> Vec<Case<Config>> {
+        vec![case(
+            &[([1, 768, 768], 12, 1.0, 0.1), ([3, 768, 64], 1, 1.0, 0.0), ([1, 96, 768], 1, 1.0, 0.1)],
+            8,
+            true,
+            Batching::Batched,
+            "middle",
+        )]
     }
 
     fn strategy() -> BoxedStrategy<Case<Config>> {

@@ -57,6 +57,10 @@ impl Operation for ResidualOp {
         ]
     }
 
+    fn production() -> Vec<Case<Config>> {
+        vec![case(8, 512, 768, "normal")]
+    }
+
     fn strategy() -> BoxedStrategy<Case<Config>> {
         (1..4usize, 1..9usize, 4..40usize, 0..FAMILIES.len())
             .prop_map(|(b, t, d, family)| case(b, t, d, FAMILIES[family]))

@@ -79,9 +79,15 @@ impl Operation for RetractOp {
             case([1, 96, 40], 3, "step"),
             case([1, 150, 32], 4, "spread4"),
             case([1, 64, 64], 6, "spread10"),
+            // More columns than a device has one kernel for.
+            case([2, 80, 70], 5, "spread4"),
             case([0, 4, 2], 4, "step"),
         ]);
         cases
+    }
+
+    fn production() -> Vec<Case<Config>> {
+        vec![case([3, 2048, 64], 4, "step")]
     }
 
     fn strategy() -> BoxedStrategy<Case<Config>> {

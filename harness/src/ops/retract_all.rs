@@ -97,6 +97,8 @@ impl Operation for RetractAllOp {
             case(&[], 4, "step"),
             case(&[[1, 40, 32], [1, 96, 32]], 3, "step"),
             case(&[[1, 40, 32], [1, 96, 32]], 6, "spread10"),
+            // More columns than a device has one kernel for, beside fewer.
+            case(&[[1, 72, 66], [2, 72, 66], [2, 72, 20], [1, 72, 66]], 5, "step"),
             // More factors of one shape than a device takes in one launch, one of them empty.
             case(
                 &[
@@ -116,6 +118,10 @@ impl Operation for RetractAllOp {
             ),
         ]);
         cases
+    }
+
+    fn production() -> Vec<Case<Config>> {
+        vec![case(&[[3, 2048, 64], [3, 768, 64], [1, 768, 64], [1, 256, 64]], 4, "step")]
     }
 
     fn strategy() -> BoxedStrategy<Case<Config>> {

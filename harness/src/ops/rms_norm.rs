@@ -57,6 +57,10 @@ impl Operation for RmsNormOp {
         ]
     }
 
+    fn production() -> Vec<Case<Config>> {
+        vec![case(8, 512, 768, 1e-5, "normal", true)]
+    }
+
     fn strategy() -> BoxedStrategy<Case<Config>> {
         (1..4usize, 1..9usize, 3..40usize, prop_oneof![Just(1e-3), Just(1e-6)], 0..FAMILIES.len(), any::<bool>())
             .prop_map(|(b, t, d, eps, family, shift)| case(b, t, d, eps, FAMILIES[family], shift))

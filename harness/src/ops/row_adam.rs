@@ -76,6 +76,10 @@ impl Operation for RowAdamOp {
         cases
     }
 
+    fn production() -> Vec<Case<Config>> {
+        vec![case(98_304, 32, 12_288, "middle")]
+    }
+
     fn strategy() -> BoxedStrategy<Case<Config>> {
         (1..80usize, 1..40usize, 0..60usize, 0..FAMILIES.len())
             .prop_map(|(rows, width, places, family)| case(rows, width, places, FAMILIES[family]))

@@ -85,6 +85,10 @@ impl Operation for SanitiseOp {
         cases
     }
 
+    fn production() -> Vec<Case<Config>> {
+        vec![case(1_000_003, &[(0, 700_001)], Some(1.0), "normal")]
+    }
+
     fn strategy() -> BoxedStrategy<Case<Config>> {
         let max_norm = prop_oneof![Just(None), (0.01..100.0).prop_map(Some)];
         (2..300usize, 0.0..1.0, 0.0..1.0, max_norm, 0..FAMILIES.len())

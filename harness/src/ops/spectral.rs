@@ -95,6 +95,10 @@ impl Operation for SpectralOp {
         cases
     }
 
+    fn production() -> Vec<Case<Config>> {
+        vec![case(8, 512, [768, 768, 64], "activations", true)]
+    }
+
     fn strategy() -> BoxedStrategy<Case<Config>> {
         let shape = (3..24usize, 3..24usize, 3..9usize);
         (0..FactorFormat::ALL.len(), 1..4usize, 1..9usize, shape, 0..FAMILIES.len(), any::<bool>())

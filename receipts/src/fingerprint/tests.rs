@@ -55,7 +55,7 @@ fn copy(from: &Path, to: &Path) {
 
 fn hash(text: &str) -> Vec<u8> {
     let mut tokens = Tokens::default();
-    tokens.add(text.parse().unwrap());
+    tokens.add(text.parse().unwrap(), true);
     tokens.bytes
 }
 
@@ -167,6 +167,30 @@ fn only_what_tests_see_is_left_out() {
     assert_ne!(hash("a(b)c"), hash("a(b c)"));
     assert_ne!(hash("\"a\" \"b\""), hash("\"a b\""));
     assert_ne!(hash("a b"), hash("ab"));
+}
+
+#[test]
+fn a_comma_before_a_closing_bracket_is_the_formatter_s() {
+    let plain = hash("fn a(x: u32, y: u32) { b([1, 2], c { d: x, e: (x, y) }) }");
+    assert_eq!(hash("fn a(\n x: u32,\n y: u32,\n) { b(\n [1, 2,],\n c { d: x, e: (x, y,), },\n) }"), plain);
+    for without in ["f(a: Vec<u32>)", "f(a?)", "f(a..)", "[a, &b]"] {
+        let with = format!("{},{}", &without[..without.len() - 1], &without[without.len() - 1..]);
+        assert_eq!(hash(&with), hash(without), "{with}");
+    }
+    // A comma between, another one, one that is alone and one at the end of all are no formatter's.
+    for (with, without) in
+        [("f(a, b)", "f(a b)"), ("f(a,, )", "f(a)"), ("m!(,)", "m!()"), ("a,", "a"), ("f(a, b)", "f(b, a)")]
+    {
+        assert_ne!(hash(with), hash(without), "{with}");
+    }
+    // In a workspace's own kernel.
+    let sources = Copy::new();
+    let before = sources.fingerprint("rms_norm");
+    sources.change("cuda/src/rows.rs", "use cubecl::prelude::*;", "use cubecl::prelude::*; use cubecl::{a, b};");
+    let changed = sources.fingerprint("rms_norm");
+    sources.change("cuda/src/rows.rs", "use cubecl::{a, b};", "use cubecl::{\n    a,\n    b,\n};");
+    assert_eq!(sources.fingerprint("rms_norm"), changed);
+    assert_ne!(changed, before);
 }
 
 #[test]

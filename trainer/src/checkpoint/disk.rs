@@ -17,6 +17,7 @@ pub(super) fn io_error(operation: &'static str, path: &Path, cause: std::io::Err
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded => "free some space on that disk",
         ErrorKind::FileTooLarge => "raise the file size limit (ulimit -f)",
         ErrorKind::ReadOnlyFilesystem => "use a folder on a disk that can be written",
+        ErrorKind::PermissionDenied if matches!(operation, "read" | "list") => "make it readable for this user",
         ErrorKind::PermissionDenied => "make the folder writable, or use another with --runs",
         ErrorKind::NotFound => "it was removed, or never written",
         ErrorKind::AlreadyExists | ErrorKind::NotADirectory => "remove the file that is in its place",
@@ -48,7 +49,7 @@ pub(super) fn write_synced(path: &Path, bytes: &[u8]) -> Result<(), CheckpointEr
 }
 
 /// Size and checksum of a file that may be larger than what should be in memory at once.
-pub(super) fn entry(path: &Path) -> Result<FileEntry, CheckpointError> {
+fn entry(path: &Path) -> Result<FileEntry, CheckpointError> {
     let read = || {
         let mut file = File::open(path)?;
         let mut chunk = vec![0; 1 << 20];
@@ -66,9 +67,8 @@ pub(super) fn entry(path: &Path) -> Result<FileEntry, CheckpointError> {
     read().map_err(|cause| io_error("read", path, cause))
 }
 
-/// CRC-32C of any bytes that end in their own CRC-32C. Manifests had it of every table at first: it says that a table is
-/// whole, and not which one it is.
-pub(super) const RESIDUE: u32 = 0x4867_4bc7;
+/// CRC-32C of any bytes that end in their own CRC-32C.
+const RESIDUE: u32 = 0x4867_4bc7;
 
 /// The same of a file that ends in its own checksum: that one is what tells it from others, since the CRC of the whole is
 /// one number whatever such a file holds. Of a damaged file it is the CRC of the whole.

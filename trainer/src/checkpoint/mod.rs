@@ -4,7 +4,7 @@
 //! `manifest.json`, where a teacher follows the model `teacher.safetensors`, and with a memory on the host `engram.table`,
 //! which carries the step it belongs to. It is written as `step_000200.tmp`, the manifest last, every file and the folder
 //! synced, then renamed, then the parent is synced; so a folder without `.tmp` is complete unless the disk lost bytes, and
-//! sizes and checksums in the manifest say whether it did. [`newest_good`] believes nothing else.
+//! sizes and checksums in the manifest, its own among them, say whether it did. [`newest_good`] believes nothing else.
 
 mod disk;
 mod state;
@@ -23,8 +23,11 @@ use serde::{Deserialize, Serialize};
 use crate::backend;
 use crate::host_table::{HostTable, HostTableError};
 
-/// Version of the folder's layout.
-pub const FORMAT: u32 = 1;
+/// Version of the folder's layout. Manifests of format 1 had no checksum of their own.
+pub const FORMAT: u32 = 2;
+
+/// What a manifest's last line begins with; the CRC-32C of every byte before it follows.
+const SEAL: &str = ",\n  \"crc32c\": ";
 
 const WEIGHTS: &str = "weights.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
@@ -182,16 +185,37 @@ pub fn write_folder(folder: &Path, state: &State, facts: &Facts) -> Result<(), C
         run: facts.run.clone(),
         files: entries,
     };
-    let text = serde_json::to_string_pretty(&manifest).expect("a manifest has string keys only");
-    disk::write_synced(&folder.join(MANIFEST), text.as_bytes())?;
+    disk::write_synced(&folder.join(MANIFEST), sealed(&manifest).as_bytes())?;
     disk::sync_folder(folder)
+}
+
+/// The text of a manifest, which ends in its own checksum: over bytes and not over fields, so that nothing in it can
+/// change unseen.
+pub(crate) fn sealed(manifest: &Manifest) -> String {
+    let text = serde_json::to_string_pretty(manifest).expect("a manifest has string keys only");
+    with_seal(text.strip_suffix("\n}").expect("an object on several lines"))
+}
+
+fn with_seal(body: &str) -> String {
+    format!("{body}{SEAL}{}\n}}", crc32c::crc32c(body.as_bytes()))
+}
+
+/// What is wrong with the checksum of a manifest, if anything.
+fn check_seal(text: &[u8]) -> Result<(), String> {
+    let text = std::str::from_utf8(text).map_err(|error| format!("{MANIFEST} is not UTF-8: {error}"))?;
+    let Some((body, seal)) = text.rsplit_once(SEAL) else { return Err(format!("{MANIFEST} has no checksum")) };
+    if with_seal(body) != text {
+        let (got, expected) = (crc32c::crc32c(body.as_bytes()), seal.trim_end_matches(['\n', '}']));
+        return Err(format!("{MANIFEST} was changed: it has CRC-32C {got}, expected {expected}"));
+    }
+    Ok(())
 }
 
 /// Reads and checks the manifest alone.
 pub fn read_manifest(folder: &Path) -> Result<Manifest, CheckpointError> {
     let text = disk::read(&folder.join(MANIFEST))?;
     let damaged = |problem: String| CheckpointError::Damaged { path: folder.to_owned(), problem };
-    let value: serde_json::Value =
+    let mut value: serde_json::Value =
         serde_json::from_slice(&text).map_err(|error| damaged(format!("{MANIFEST} is not JSON: {error}")))?;
     // The version is read first, so that a newer layout is called newer and not damaged.
     match value.get("format").and_then(serde_json::Value::as_u64) {
@@ -203,6 +227,10 @@ pub fn read_manifest(folder: &Path) -> Result<Manifest, CheckpointError> {
             });
         }
         None => return Err(damaged(format!("{MANIFEST} has no format"))),
+    }
+    check_seal(&text).map_err(damaged)?;
+    if let Some(fields) = value.as_object_mut() {
+        fields.remove("crc32c");
     }
     serde_json::from_value(value).map_err(|error| damaged(format!("{MANIFEST}: {error}")))
 }
@@ -248,8 +276,7 @@ pub fn verify(folder: &Path) -> Result<Manifest, CheckpointError> {
     let damaged = |problem: String| CheckpointError::Damaged { path: folder.to_owned(), problem };
     let (manifest, _) = read_checked(folder)?;
     if let Some(entry) = manifest.files.get(TABLE) {
-        let read = if entry.crc32c == disk::RESIDUE { disk::entry } else { disk::sealed_entry };
-        let got = read(&folder.join(TABLE)).map_err(|error| damaged(error.to_string()))?;
+        let got = disk::sealed_entry(&folder.join(TABLE)).map_err(|error| damaged(error.to_string()))?;
         difference(TABLE, &got, entry).map_err(damaged)?;
     }
     Ok(manifest)
@@ -271,7 +298,7 @@ pub struct Loaded {
 pub fn load(folder: &Path) -> Result<Loaded, CheckpointError> {
     let damaged = |problem: String| CheckpointError::Damaged { path: folder.to_owned(), problem };
     let (manifest, contents) = read_checked(folder)?;
-    // The manifest has no checksum of its own; a step that it got wrong would skip batches or repeat them.
+    // A folder under another name than its own would skip batches or repeat them.
     let name = folder.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     if name.starts_with("step_") && name != folder_name(manifest.next_step) {
         return Err(damaged(format!("manifest.json says step {}", manifest.next_step)));
@@ -283,11 +310,7 @@ pub fn load(folder: &Path) -> Result<Loaded, CheckpointError> {
     let (weights, optimizer, teacher) = (tensors(WEIGHTS)?, tensors(OPTIMIZER)?, tensors(TEACHER)?);
     let table = match manifest.files.get(TABLE) {
         Some(entry) => {
-            let (table, mut got) = HostTable::open(&folder.join(TABLE), manifest.next_step).map_err(table_error)?;
-            if entry.crc32c == disk::RESIDUE {
-                // It is whole, or it would not have opened.
-                got.crc32c = disk::RESIDUE;
-            }
+            let (table, got) = HostTable::open(&folder.join(TABLE), manifest.next_step).map_err(table_error)?;
             difference(TABLE, &got, entry).map_err(damaged)?;
             Some(Arc::new(table))
         }

@@ -51,14 +51,41 @@ fn a_manifest_of_another_step_than_its_folder_is_damaged() {
     for step in [100, 200] {
         save(folder.path(), &state(step), &facts(step, None)).unwrap();
     }
-    let path = folder.path().join("step_000200/manifest.json");
-    let text = std::fs::read_to_string(&path).unwrap();
-    let other = text.replace("\"next_step\": 200", "\"next_step\": 201");
-    assert_ne!(other, text);
-    std::fs::write(&path, other).unwrap();
+    std::fs::rename(folder.path().join("step_000200"), folder.path().join("step_000201")).unwrap();
     let found = newest_good(folder.path()).unwrap();
     assert_eq!(found.loaded.manifest.next_step, 100);
-    assert!(found.skipped[0].contains("manifest.json says step 201"), "{:?}", found.skipped);
+    assert!(found.skipped[0].contains("manifest.json says step 200"), "{:?}", found.skipped);
+}
+
+#[test]
+fn no_fact_of_a_manifest_can_be_changed_unseen() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = save(folder.path(), &state(200), &facts(200, Some(1.5))).unwrap();
+    let file = path.join(super::MANIFEST);
+    let good = std::fs::read_to_string(&file).unwrap();
+    for (from, to) in [
+        ("\"updates\": 200", "\"updates\": 199"),
+        ("\"rows_consumed\": 1600", "\"rows_consumed\": 1608"),
+        ("\"eval_bpb\": 1.5", "\"eval_bpb\": 1.4"),
+        ("\"config_hash\": \"c\"", "\"config_hash\": \"e\""),
+        ("\"data_hash\": \"d\"", "\"data_hash\": \"e\""),
+        ("\"backend\": \"cpu\"", "\"backend\": \"cuda\""),
+    ] {
+        assert!(good.contains(from), "{good}");
+        std::fs::write(&file, good.replace(from, to)).unwrap();
+        let error = load(&path).unwrap_err();
+        assert!(matches!(error, CheckpointError::Damaged { .. }), "{error}");
+        assert!(error.to_string().contains("manifest.json was changed: it has CRC-32C "), "{error}");
+    }
+    // One that has lost its checksum, and one from before there was one.
+    let (body, _) = good.rsplit_once(super::SEAL).unwrap();
+    std::fs::write(&file, format!("{body}\n}}")).unwrap();
+    assert!(load(&path).unwrap_err().to_string().contains("manifest.json has no checksum"));
+    std::fs::write(&file, format!("{body}\n}}").replace("\"format\": 2", "\"format\": 1")).unwrap();
+    let error = load(&path).unwrap_err().to_string();
+    assert!(error.ends_with("has format 1, expected 2; use the version of dormouse that wrote it"), "{error}");
+    std::fs::write(&file, good).unwrap();
+    load(&path).unwrap();
 }
 
 #[test]
@@ -104,8 +131,14 @@ fn every_damaged_byte_and_every_cut_is_noticed() {
         std::fs::write(&file, &good[..len]).unwrap();
         assert!(verify(&path).is_err(), "manifest cut to {len}");
     }
-    std::fs::write(&file, good.replace("\"format\": 1", "\"format\": 2")).unwrap();
-    assert!(matches!(verify(&path), Err(CheckpointError::Format { got: 2, .. })));
+    for position in 0..good.len() {
+        let mut bad = good.clone().into_bytes();
+        bad[position] ^= 1;
+        std::fs::write(&file, &bad).unwrap();
+        assert!(verify(&path).is_err(), "manifest byte {position}");
+    }
+    std::fs::write(&file, good.replace("\"format\": 2", "\"format\": 3")).unwrap();
+    assert!(matches!(verify(&path), Err(CheckpointError::Format { got: 3, .. })));
 }
 
 /// Bytes that this thread has read from files.
@@ -114,21 +147,15 @@ fn bytes_read() -> u64 {
     facts.lines().find_map(|line| line.strip_prefix("rchar: ")).unwrap().parse().unwrap()
 }
 
-/// The checksum that a manifest has of the table.
-fn table_checksum(manifest: &str) -> u64 {
-    let manifest: serde_json::Value = serde_json::from_str(manifest).unwrap();
-    manifest["files"][super::TABLE]["crc32c"].as_u64().unwrap()
-}
-
 #[test]
 fn a_table_is_read_once_and_its_damage_is_named_in_words() {
     let folder = tempfile::tempdir().unwrap();
-    let table = Some(Arc::new(HostTable::new(32, vec![0.5; 1 << 18])));
-    let path = save(folder.path(), &State { table: table.clone(), ..state(3) }, &facts(3, None)).unwrap();
+    let table = Arc::new(HostTable::new(32, vec![0.5; 1 << 18]));
+    let path = save(folder.path(), &State { table: Some(table.clone()), ..state(3) }, &facts(3, None)).unwrap();
     let file = path.join(super::TABLE);
     let size = std::fs::metadata(&file).unwrap().len();
     let before = bytes_read();
-    assert_eq!(load(&path).unwrap().state.table, table);
+    assert_eq!(load(&path).unwrap().state.table.as_ref(), Some(&table));
     // All the rest of this checkpoint has a few kilobytes.
     let read = bytes_read() - before;
     assert!((size..size + 20_000).contains(&read), "{read} bytes were read for a table of {size}");
@@ -139,13 +166,8 @@ fn a_table_is_read_once_and_its_damage_is_named_in_words() {
         assert!(text.contains("engram.table has CRC-32C ") && text.contains(", expected "), "{text}");
         assert!(!text.contains("FileEntry"), "{text}");
     }
-    // Manifests from before had one number for every table, which says that it is whole and nothing else.
-    let manifest = path.join(super::MANIFEST);
-    let text = std::fs::read_to_string(&manifest).unwrap();
-    let entry = table_checksum(&text);
-    std::fs::write(&manifest, text.replace(&entry.to_string(), &super::disk::RESIDUE.to_string())).unwrap();
+    table.save(&file, 3).unwrap();
     verify(&path).unwrap();
-    load(&path).unwrap();
     let mut bytes = std::fs::read(&file).unwrap();
     for at in [50, bytes.len() - 1] {
         bytes[at] ^= 1;
@@ -242,4 +264,16 @@ fn a_save_that_cannot_be_written_says_why_and_leaves_the_rest() {
     let error = super::disk::check_space(folder.path(), u64::MAX / 2).unwrap_err().to_string();
     assert!(error.contains("bytes, ") && error.contains("are free"), "{error}");
     assert!(super::free_bytes(folder.path()).unwrap() > 0);
+}
+
+#[test]
+fn what_may_not_be_read_is_to_be_made_readable() {
+    let fix = |operation| {
+        let cause = std::io::Error::from(std::io::ErrorKind::PermissionDenied);
+        super::disk::io_error(operation, Path::new("x"), cause).to_string()
+    };
+    for operation in ["read", "list"] {
+        assert!(fix(operation).ends_with("; make it readable for this user"), "{}", fix(operation));
+    }
+    assert!(fix("write").ends_with("; make the folder writable, or use another with --runs"));
 }

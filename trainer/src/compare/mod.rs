@@ -39,6 +39,7 @@ pub fn command(arguments: &CompareArgs, build: Build, command: &[String]) -> Res
         // Found out now and not after hours of runs.
         try_write(path).with_context(|| cannot_write(path))?;
     }
+    can_run(&plan, arguments, build)?;
     let head = report::head(&plan);
     say(head.trim_end());
     let mut sides: Vec<Side> = plan.contenders.iter().map(Side::new).collect();
@@ -85,6 +86,19 @@ pub fn command(arguments: &CompareArgs, build: Build, command: &[String]) -> Res
         Some(path) => write_tsv(path, &report::tsv(&plan, &sides)),
         None => Ok(()),
     }
+}
+
+/// Builds every side's learner once before the first run, so that a candidate that cannot run is found out now and not
+/// after the control's hours. A side whose runs are all done needs none.
+fn can_run(plan: &Plan, arguments: &CompareArgs, build: Build) -> Result<()> {
+    for contender in &plan.contenders {
+        let runs = plan.seeds.iter().map(|&seed| Run::new(&arguments.runs, contender, seed).ended());
+        let outcomes = runs.collect::<Result<Vec<_>>>()?;
+        if outcomes.iter().any(Option::is_none) {
+            build(&contender.config).with_context(|| format!("compare: `{}` cannot run", contender.name))?;
+        }
+    }
+    Ok(())
 }
 
 /// Says how to go on. Everything done is on the disk.

@@ -28,7 +28,7 @@ use crate::schedule::Schedule;
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum ConfigError {
-    #[error("config: cannot read `{path}`: {cause}")]
+    #[error("config: cannot read `{path}`: {cause}; give --config a TOML file that is there and can be read")]
     Unreadable { path: PathBuf, cause: std::io::Error },
     #[error("config: `{origin}` is not TOML:\n{problem}")]
     Syntax { origin: String, problem: String },
@@ -199,6 +199,9 @@ pub struct OptimizerConfig {
     /// Muon's Newton-Schulz iterations.
     #[serde(default = "muon_iterations")]
     pub muon_iterations: usize,
+    /// Steps whose row gradients are summed before a table on the host moves; 1 moves it in every step.
+    #[serde(default = "host_adam_every_steps")]
+    pub host_adam_every_steps: u64,
 }
 
 /// What Muon has in every preset, and in a configuration from before it was there.
@@ -213,6 +216,14 @@ const fn muon_momentum() -> f64 {
 const fn muon_iterations() -> usize {
     8
 }
+
+/// As it was before there was a choice.
+const fn host_adam_every_steps() -> u64 {
+    1
+}
+
+/// Most of these steps: the norms and flags of so many are still on the device when the host asks for them.
+const HOST_ADAM_EVERY_MOST: u64 = 64;
 
 /// What is reported, and when. Nothing here changes a weight.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -242,6 +253,16 @@ pub struct CheckpointConfig {
     pub keep_last: usize,
     /// Checkpoints at multiples of this step stay for ever; 0: none.
     pub keep_every_steps: u64,
+}
+
+impl OptimizerConfig {
+    /// The keys of the learning rates that move something under the rule.
+    pub fn rates(&self) -> &'static str {
+        match self.rule {
+            Rule::Adamw => "optimizer.lr",
+            Rule::Muon => "optimizer.muon_lr (Muon's matrices) or optimizer.lr (all else)",
+        }
+    }
 }
 
 impl Config {
@@ -300,6 +321,7 @@ impl Config {
             ("optimizer.retract_every_steps", self.optimizer.retract_every_steps),
             ("optimizer.retract_iterations", self.optimizer.retract_iterations as u64),
             ("optimizer.muon_iterations", self.optimizer.muon_iterations as u64),
+            ("optimizer.host_adam_every_steps", self.optimizer.host_adam_every_steps),
             ("log.every_steps", self.log.every_steps),
             ("log.eval_every_steps", self.log.eval_every_steps),
             ("log.drift_every_steps", self.log.drift_every_steps),
@@ -392,6 +414,16 @@ impl Config {
                 format!("is {parts}, which does not divide train.batch_rows = {rows}"),
                 "give a divisor of the batch, so that every part has the same rows",
             ));
+        }
+        let every = o.host_adam_every_steps;
+        if every > HOST_ADAM_EVERY_MOST {
+            let fix = format!("give {HOST_ADAM_EVERY_MOST} or less");
+            return Err(invalid("optimizer.host_adam_every_steps", format!("is {every}"), &fix));
+        }
+        if every > 1 && self.model.engram != Engram::Host {
+            let problem = format!("is {every}, and model.engram is {}", self.model.engram.word());
+            let fix = "give --set model.engram=host, or 1: only a table on the host can wait";
+            return Err(invalid("optimizer.host_adam_every_steps", problem, fix));
         }
         self.run.validate()?;
         options::validate(&self.model)?;

@@ -3,7 +3,8 @@
 use super::options::{beta_scale, engram_rows, engram_width};
 use super::{
     Backend, CheckpointConfig, Config, ConfigError, DataConfig, Engram, Format, Gate, JepaConfig, JepaMode, LogConfig,
-    ModelConfig, OptimizerConfig, Rule, RunConfig, TrainConfig, muon_iterations, muon_lr, muon_momentum,
+    ModelConfig, OptimizerConfig, Rule, RunConfig, TrainConfig, host_adam_every_steps, muon_iterations, muon_lr,
+    muon_momentum,
 };
 
 /// Names of the presets, the default first.
@@ -60,6 +61,7 @@ fn nano() -> Config {
             muon_lr: muon_lr(),
             muon_momentum: muon_momentum(),
             muon_iterations: muon_iterations(),
+            host_adam_every_steps: host_adam_every_steps(),
         },
         // Off until devices have kernels of it (docs/adr/0021).
         jepa: JepaConfig::default(),

@@ -1,5 +1,6 @@
 //! Preset < file < `--set` < typed flags.
 
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use toml::{Table, Value};
@@ -67,6 +68,9 @@ pub fn resolve(sources: &Sources) -> Result<Config, ConfigError> {
     Ok(config)
 }
 
+/// Bytes that a configuration's file has at most.
+const LARGEST_FILE: u64 = 1 << 20;
+
 struct FileTable {
     path: PathBuf,
     text: String,
@@ -84,8 +88,17 @@ impl FileTable {
 }
 
 fn read_file(path: &Path) -> Result<FileTable, ConfigError> {
-    let text =
-        std::fs::read_to_string(path).map_err(|cause| ConfigError::Unreadable { path: path.to_owned(), cause })?;
+    let unreadable = |cause| ConfigError::Unreadable { path: path.to_owned(), cause };
+    // A pipe is welcome, and a stream without an end is not.
+    let (mut bytes, file) = (Vec::new(), std::fs::File::open(path).map_err(unreadable)?);
+    file.take(LARGEST_FILE + 1).read_to_end(&mut bytes).map_err(unreadable)?;
+    if bytes.len() as u64 > LARGEST_FILE {
+        let problem =
+            format!("it has more than {LARGEST_FILE} bytes, so it is no configuration; give another --config");
+        return Err(ConfigError::Syntax { origin: path.display().to_string(), problem });
+    }
+    let not_text = |error| unreadable(std::io::Error::new(std::io::ErrorKind::InvalidData, error));
+    let text = String::from_utf8(bytes).map_err(not_text)?;
     let table = toml::from_str(&text).map_err(|error: toml::de::Error| ConfigError::Syntax {
         origin: path.display().to_string(),
         problem: error.to_string(),
@@ -203,6 +216,15 @@ fn typed(expected: &Value, value: Value, key: &str, place: impl Fn() -> String) 
     };
     match (expected, value) {
         (Value::Float(_), Value::Integer(whole)) => Ok(Value::Float(whole as f64)),
+        // TOML has no whole number above 63 bits, so --set has taken one for a bare string.
+        (Value::Float(_), Value::String(digits)) if too_large(&digits) => {
+            digits.replace('_', "").parse().map(Value::Float).map_err(|_| wrong(format!("`{digits}`")))
+        }
+        (Value::Integer(_), Value::String(digits)) if too_large(&digits) => {
+            let expected = format!("a whole number from 0 to {}", i64::MAX);
+            let got = format!("`{digits}`, which is outside of that");
+            Err(ConfigError::WrongType { place: place(), key: key.to_owned(), expected, got })
+        }
         (Value::Integer(_), Value::Integer(negative)) if negative < 0 => Err(wrong(negative.to_string())),
         (Value::Array(_), Value::Array(items)) if !items.iter().all(Value::is_str) => {
             Err(wrong(Value::Array(items).to_string()))
@@ -210,6 +232,14 @@ fn typed(expected: &Value, value: Value, key: &str, place: impl Fn() -> String) 
         (expected, value) if expected.same_type(&value) => Ok(value),
         (_, value) => Err(wrong(format!("{} `{value}`", value.type_str()))),
     }
+}
+
+/// Whether a word is a whole number that 63 bits do not hold.
+fn too_large(word: &str) -> bool {
+    let digits = word.strip_prefix(['+', '-']).unwrap_or(word);
+    let whole =
+        digits.starts_with(|c: char| c.is_ascii_digit()) && digits.chars().all(|c| c.is_ascii_digit() || c == '_');
+    whole && word.replace('_', "").parse::<i64>().is_err()
 }
 
 /// Refuses a string that is none of the words of its key, while it is known where it came from.

@@ -100,6 +100,12 @@ fn values_that_cannot_work_are_refused_with_their_key() {
         ("train.batch_rows=9223372036854775807", "give 1048576 or less"),
         ("train.total_steps=9223372036854775807", "a number that 32 bits hold"),
         ("optimizer.beta2=1.0", "`optimizer.beta2` is 1"),
+        ("optimizer.host_adam_every_steps=0", "`optimizer.host_adam_every_steps` is 0; give 1 or more"),
+        ("optimizer.host_adam_every_steps=65", "`optimizer.host_adam_every_steps` is 65; give 64 or less"),
+        (
+            "optimizer.host_adam_every_steps=2",
+            "`optimizer.host_adam_every_steps` is 2, and model.engram is off; give --set model.engram=host, or 1",
+        ),
         ("train.accumulate=3", "does not divide train.batch_rows = 8"),
         ("log.prompts=[\"\"]", "empty prompt"),
         ("model.rank=1000", "above model.width = 256"),
@@ -336,4 +342,19 @@ fn rows_too_short_for_a_span_are_refused_with_the_objective() {
     let error = set(8, "shared").unwrap_err().to_string();
     assert!(error.contains("`data.seq_bytes` is 8") && error.contains("give 9 or more"), "{error}");
     assert!(set(9, "shared").is_ok() && set(8, "off").is_ok());
+}
+
+#[test]
+fn a_number_that_is_too_large_is_called_that_and_not_a_string() {
+    for argument in ["train.total_steps=99999999999999999999", "seed=9223372036854775808", "seed=-9_223372036854775809"]
+    {
+        let error = with_set(argument).unwrap_err().to_string();
+        assert!(error.contains("expected a whole number from 0 to 9223372036854775807, got `"), "{error}");
+        assert!(error.ends_with("`, which is outside of that"), "{error}");
+    }
+    // Where a fraction may stand there is no such end, and a name may be of digits.
+    assert_eq!(with_set("optimizer.eps=10000000000000000000").unwrap().optimizer.eps, 1e19);
+    let path = with_set("data.path=99999999999999999999").unwrap().data.path;
+    assert_eq!(path.as_deref(), Some("99999999999999999999".as_ref()));
+    assert!(with_set("seed=many").unwrap_err().to_string().contains("got string"));
 }

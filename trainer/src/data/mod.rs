@@ -35,7 +35,7 @@ pub enum DataError {
     TooSmall { path: String, bytes: u64, needed: u64, why: String, fix: String },
     #[error("data: folder `{path}` holds no file with a byte in it; give a file or folder with data")]
     EmptyFolder { path: PathBuf },
-    #[error("data: cannot read `{path}`: {cause}")]
+    #[error("data: cannot read `{path}`: {cause}; make it readable for this user, or give other data")]
     Unreadable { path: PathBuf, cause: std::io::Error },
     #[error("data: `{path}` is neither a file nor a folder; give a file or a folder of bytes")]
     NotAFile { path: PathBuf },

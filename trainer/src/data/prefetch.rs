@@ -1,4 +1,4 @@
-//! The next batch is read while the current step runs.
+//! The next batches are read, hashed and sorted while the current step runs.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
@@ -6,17 +6,22 @@ use std::thread::JoinHandle;
 
 use super::{Batch, Corpus, DataError, KeyPlan, TrainWindows, read_batch};
 
-/// Batches waiting at most; one would do, a second hides a slow read.
-const DEPTH: usize = 2;
+/// Worker threads. A batch is a pure function of its step, so they take turns; one alone is slower than a fast GPU when
+/// the batch has n-gram keys.
+const WORKERS: usize = 3;
 
-/// A worker thread that reads the batches of `steps` in order.
+/// Batches waiting at most for each worker; a second would hide nothing that the other workers do not hide.
+const DEPTH: usize = 1;
+
+/// Threads that read the batches of `steps` in order.
 pub struct Prefetch {
-    receiver: Option<Receiver<Result<Batch, DataError>>>,
-    worker: Option<JoinHandle<()>>,
+    /// The worker of every turn: what it sends, and the thread.
+    workers: Vec<(Option<Receiver<Result<Batch, DataError>>>, Option<JoinHandle<()>>)>,
+    turn: usize,
 }
 
 impl Prefetch {
-    /// Starts the worker. With `one_batch` every step gets the bytes of step 0; with `keys` it hashes and sorts them.
+    /// Starts the workers. With `one_batch` every step gets the bytes of step 0; with `keys` they hash and sort them.
     pub fn start(
         corpus: Arc<Corpus>,
         train: TrainWindows,
@@ -25,21 +30,27 @@ impl Prefetch {
         one_batch: bool,
         keys: Option<KeyPlan>,
     ) -> std::io::Result<Prefetch> {
-        let (sender, receiver) = sync_channel(DEPTH);
-        let work = move || {
-            for step in steps {
-                let source = if one_batch { 0 } else { step };
-                let batch = read_batch(&corpus, &train, source, rows);
-                let batch = batch.map(|batch| Batch { step, ..batch }.with_keys(keys));
-                let failed = batch.is_err();
-                // A send fails only when the run has stopped asking.
-                if sender.send(batch).is_err() || failed {
-                    return;
+        let mut workers = Vec::with_capacity(WORKERS);
+        for turn in 0..WORKERS {
+            let (sender, receiver) = sync_channel(DEPTH);
+            let (corpus, train) = (corpus.clone(), train.clone());
+            let steps = steps.clone().skip(turn).step_by(WORKERS);
+            let work = move || {
+                for step in steps {
+                    let source = if one_batch { 0 } else { step };
+                    let batch = read_batch(&corpus, &train, source, rows);
+                    let batch = batch.map(|batch| Batch { step, ..batch }.with_keys(keys));
+                    let failed = batch.is_err();
+                    // A send fails only when the run has stopped asking.
+                    if sender.send(batch).is_err() || failed {
+                        return;
+                    }
                 }
-            }
-        };
-        let worker = std::thread::Builder::new().name("batches".into()).spawn(work)?;
-        Ok(Prefetch { receiver: Some(receiver), worker: Some(worker) })
+            };
+            let thread = std::thread::Builder::new().name(format!("batches {turn}")).spawn(work)?;
+            workers.push((Some(receiver), Some(thread)));
+        }
+        Ok(Prefetch { workers, turn: 0 })
     }
 
     /// The next batch.
@@ -47,7 +58,8 @@ impl Prefetch {
     /// # Errors
     /// What the worker met while reading, or that it has no batch left to give.
     pub fn next_batch(&mut self) -> anyhow::Result<Batch> {
-        let receiver = self.receiver.as_ref().expect("the receiver lives until drop");
+        let receiver = self.workers[self.turn].0.as_ref().expect("receivers live until drop");
+        self.turn = (self.turn + 1) % WORKERS;
         match receiver.recv() {
             Ok(batch) => Ok(batch?),
             Err(_) => anyhow::bail!("data: the batch worker ended early; this is a defect, report it"),
@@ -57,11 +69,15 @@ impl Prefetch {
 
 impl Drop for Prefetch {
     fn drop(&mut self) {
-        // Without its receiver the worker's next send fails, so the join cannot wait for ever.
-        drop(self.receiver.take());
-        if let Some(worker) = self.worker.take() {
-            // A panic in the worker was reported by the worker; there is nothing to add while dropping.
-            let _ = worker.join();
+        // Without its receiver a worker's next send fails, so no join can wait for ever.
+        for (receiver, _) in &mut self.workers {
+            drop(receiver.take());
+        }
+        for (_, thread) in &mut self.workers {
+            if let Some(thread) = thread.take() {
+                // A panic in the worker was reported by the worker; there is nothing to add while dropping.
+                let _ = thread.join();
+            }
         }
     }
 }

@@ -27,8 +27,12 @@ const COLUMNS: &str = "step\tstage\top\tkernel\tlaunches\tnodes\talloc_bytes\tsy
 /// The first steps of a process compile, lay out memory and capture; summaries leave them out.
 pub const WARM_UP: u64 = 4;
 
-/// The stages in which the host waits, by design: it brings a step's batch before the step and reads its records after.
-const WAITS: [&str; 2] = ["data", "reads"];
+/// The stages in which the host waits, by design: it brings a step's batch before the step and reads its records after. A
+/// table in host memory takes the gradients of its rows in [`HOST_TABLE`], every `optimizer.host_adam_every_steps` steps.
+const WAITS: [&str; 3] = ["data", "reads", HOST_TABLE];
+
+/// The stage in which a table in host memory is moved.
+pub const HOST_TABLE: &str = "host table";
 
 /// An atlas that is being written.
 pub struct Writer {
@@ -149,6 +153,8 @@ pub struct Atlas {
     pub keys: BTreeMap<String, String>,
     /// Warm steps that the means are over.
     pub steps: u64,
+    /// Those of them that ran under timers, which the means of device times are over.
+    pub timed: u64,
     /// By stage and kernel.
     pub means: BTreeMap<(String, String), Mean>,
 }
@@ -191,9 +197,15 @@ impl Atlas {
             bail!("it has no warm step; the first {WARM_UP} are left out");
         }
         atlas.steps = warm.len() as u64;
+        let timed = rows.iter().filter(|(step, .., values)| warm.contains(step) && values[4] > 0.0);
+        atlas.timed = timed.map(|row| row.0).collect::<BTreeSet<u64>>().len() as u64;
+        let (steps, timed) = (atlas.steps as f64, atlas.timed.max(1) as f64);
         for (_, stage, kernel, values) in rows.into_iter().filter(|row| warm.contains(&row.0)) {
             let mean = atlas.means.entry((stage, kernel)).or_default();
-            *mean = mean.plus(&Mean::of(values.map(|value| value / atlas.steps as f64)));
+            let [launches, nodes, alloc_bytes, syncs, device_us] = values;
+            let [launches, nodes, alloc_bytes, syncs] =
+                [launches, nodes, alloc_bytes, syncs].map(|count| count / steps);
+            *mean = mean.plus(&Mean { launches, nodes, alloc_bytes, syncs, device_us: device_us / timed });
         }
         Ok(atlas)
     }
@@ -209,7 +221,7 @@ impl Atlas {
         let mut text = render(rows, n);
         let total = self.total();
         text.push_str(&line("all", "", "", &total));
-        text.push_str(&format!("means over {} warm steps\n", self.steps));
+        text.push_str(&format!("means over {} warm steps; device_us over {} under timers\n", self.steps, self.timed));
         text
     }
 
@@ -295,6 +307,16 @@ mod tests {
         Atlas::read(&path).unwrap()
     }
 
+    /// Timers run at log cadence: a step without them has no time, and does not make the others look faster.
+    #[test]
+    fn device_time_is_averaged_over_the_steps_that_were_timed() {
+        let row = |step: u64, us: f64| format!("{step}\tbackward\tkda\tkda::grads\t2\t0\t0\t0\t{us:.1}\n");
+        let rows: String = (1..=WARM_UP + 4).map(|step| row(step, if step % 2 == 0 { 30.0 } else { 0.0 })).collect();
+        let atlas = Atlas::parse(&format!("{}\n{rows}", super::COLUMNS)).unwrap();
+        assert_eq!((atlas.steps, atlas.timed), (4, 2));
+        assert_eq!((atlas.total().device_us, atlas.total().launches), (30.0, 2.0));
+    }
+
     #[test]
     fn a_step_has_what_was_counted_since_the_last_one() {
         let atlas = written("fused", 7);
@@ -317,6 +339,7 @@ mod tests {
         };
         write("data").unwrap();
         write("reads").unwrap();
+        write(super::HOST_TABLE).unwrap();
         let error = write("backward").unwrap_err().to_string();
         assert!(error.contains("step 7") && error.contains("stage `backward`"), "{error}");
     }

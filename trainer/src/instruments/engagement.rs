@@ -3,7 +3,9 @@
 //! A system this one replaces trained for weeks while a custom node came back untracked: its forward pass ran 3126
 //! times and its backward pass never, and the loss fell all the same. So what the model asks for is written down beside
 //! the model ([`Model::asks`](crate::model::Model::asks)), what the device ran is in its ledger, and the two are held
-//! against each other at every evaluation. Steps that train are counted apart from steps that only score.
+//! against each other at every evaluation. Steps that train are counted apart from steps that only score. A call that took
+//! the plain kernels because no receipt vouches for the fused ones is `declined`, with the reason; a forward pass beyond
+//! those asked for is `recomputed`, which no healthy step has (docs/adr/0027).
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -61,6 +63,21 @@ pub struct Row {
     pub forward: [u64; 2],
     /// Backward passes that ran, by arm.
     pub backward: [u64; 2],
+    /// Why its calls took arm plain though nobody asked for that; absent where the arm is what was asked for or vouched
+    /// for.
+    pub declined: Option<String>,
+}
+
+impl Row {
+    /// Forward passes beyond those that were asked for.
+    pub fn recomputed(&self) -> u64 {
+        (self.forward[0] + self.forward[1]).saturating_sub(self.asked.forward)
+    }
+
+    /// Calls that took arm plain for want of a receipt.
+    pub fn declined(&self) -> u64 {
+        if self.declined.is_some() { self.forward[0] } else { 0 }
+    }
 }
 
 /// The account of a run so far.
@@ -117,10 +134,19 @@ impl Engagement {
         Self { jepa, ..self }
     }
 
+    /// The account with the reasons why operations do not run their fused kernels, by operation.
+    #[must_use]
+    pub fn with_declined(mut self, reasons: &BTreeMap<String, String>) -> Self {
+        for row in &mut self.rows {
+            row.declined = reasons.get(row.stem).cloned();
+        }
+        self
+    }
+
     /// What is wrong, one sentence each; empty where all is well.
     pub fn problems(&self) -> Vec<String> {
         let mut problems = Vec::new();
-        for Row { stem, grad, asked, forward, backward } in &self.rows {
+        for Row { stem, grad, asked, forward, backward, .. } in &self.rows {
             let steps = if *grad { "training" } else { "scoring" };
             let ran = forward[0] + forward[1];
             if ran != asked.forward {
@@ -171,15 +197,20 @@ impl Engagement {
         let stems: BTreeSet<&str> = self.rows.iter().map(|row| row.stem).collect();
         let fused = stems.iter().filter(|stem| arm_of(**stem) == Arm::Fused).count();
         let total = |grad: bool, of: fn(&Row) -> u64| self.rows.iter().filter(|r| r.grad == grad).map(of).sum::<u64>();
+        let both = |of: fn(&Row) -> u64| total(true, of) + total(false, of);
+        let reason = self.rows.iter().find(|row| row.declined() > 0).and_then(|row| row.declined.as_ref());
         format!(
-            "{} operations, {fused} fused; grad asked {} forward {} backward {}; nograd asked {} forward {}; kda={} \
-             jepa={} retract={}/{} captures={} of {} variants",
+            "{} operations, {fused} fused; grad asked {} forward {} backward {}; nograd asked {} forward {}; recomputed {}; \
+             declined {}{}; kda={} jepa={} retract={}/{} captures={} of {} variants",
             stems.len(),
             total(true, |row| row.asked.forward),
             total(true, |row| row.forward[0] + row.forward[1]),
             total(true, |row| row.backward[0] + row.backward[1]),
             total(false, |row| row.asked.forward),
             total(false, |row| row.forward[0] + row.forward[1]),
+            both(Row::recomputed),
+            both(Row::declined),
+            reason.map(|reason| format!(" ({reason})")).unwrap_or_default(),
             arm_of("kda"),
             self.jepa.map_or("off".to_owned(), |Objective { student, teacher, targets }| {
                 format!("{student}/{teacher}/{targets}")
@@ -202,6 +233,9 @@ impl Engagement {
                 "asked_backward": row.asked.backward,
                 "forward": arms(&row.forward),
                 "backward": arms(&row.backward),
+                "recomputed": row.recomputed(),
+                "declined": row.declined(),
+                "declined_because": row.declined.as_ref().filter(|_| row.declined() > 0),
             })
         });
         let jepa = self.jepa.map(|Objective { student, teacher, targets }| {
@@ -214,7 +248,8 @@ impl Engagement {
 
 fn entry<'a>(rows: &'a mut BTreeMap<(&'static str, bool), Row>, stem: &'static str, grad: bool) -> &'a mut Row {
     let asked = Ask { stem, forward: 0, backward: 0 };
-    rows.entry((stem, grad)).or_insert(Row { stem, grad, asked, forward: [0; 2], backward: [0; 2] })
+    let row = Row { stem, grad, asked, forward: [0; 2], backward: [0; 2], declined: None };
+    rows.entry((stem, grad)).or_insert(row)
 }
 
 #[cfg(test)]
@@ -261,8 +296,41 @@ mod tests {
         assert_eq!(account.problems(), Vec::<String>::new());
         let line = account.line();
         assert!(line.contains("1 operations, 1 fused; grad asked 20 forward 20 backward 20"), "{line}");
-        assert!(line.contains("nograd asked 6 forward 6; kda=fused") && line.contains("captures=2 of 2"), "{line}");
+        let words = "nograd asked 6 forward 6; recomputed 0; declined 0; kda=fused";
+        assert!(line.contains(words) && line.contains("captures=2 of 2"), "{line}");
         assert_eq!(account.json()["operations"][1]["forward"]["fused"], 20);
+    }
+
+    #[test]
+    fn a_call_without_a_receipt_is_declined_with_the_reason_and_a_second_forward_pass_is_recomputed() {
+        use Arm::{Fused, Plain};
+        use Pass::{Backward, Forward};
+        let reasons = BTreeMap::from([("kda".to_owned(), "there is no receipt".to_owned())]);
+        let plain = account(&[(Forward, Plain, 20), (Backward, Plain, 20)], &[(Forward, Plain, 6)], 2);
+        // Plain because it was asked for is what was asked for.
+        assert!(plain.line().contains("declined 0; kda=plain"), "{}", plain.line());
+        let plain = plain.with_declined(&reasons);
+        assert_eq!(plain.problems(), Vec::<String>::new());
+        assert!(
+            plain.line().contains("recomputed 0; declined 26 (there is no receipt); kda=plain"),
+            "{}",
+            plain.line()
+        );
+        let json = plain.json();
+        let [nograd, grad] = [&json["operations"][0], &json["operations"][1]];
+        assert_eq!((&nograd["declined"], &grad["declined"]), (&6.into(), &20.into()));
+        assert_eq!((&grad["declined_because"], &grad["recomputed"]), (&"there is no receipt".into(), &0.into()));
+        // What ran fused was not declined, whatever is known of its receipt.
+        let fused = account(&HEALTHY, &SCORED, 2).with_declined(&reasons);
+        assert!(
+            fused.line().contains("declined 0; kda=fused")
+                && fused.json()["operations"][0]["declined_because"].is_null()
+        );
+        // A forward pass that runs again for its backward pass.
+        let twice = account(&[(Forward, Fused, 40), (Backward, Fused, 20)], &SCORED, 2);
+        assert!(twice.line().contains("recomputed 20; declined 0"), "{}", twice.line());
+        assert_eq!(twice.json()["operations"][1]["recomputed"], 20);
+        assert!(twice.problems()[0].contains("asked 20 times in training, and its forward pass ran 40 times"));
     }
 
     #[test]

@@ -96,6 +96,19 @@ pub fn run(arguments: &JepaTargetsArgs, build: Build) -> anyhow::Result<()> {
 
 /// The configuration of the run that will read: that of the run whose checkpoint is read, with `set` over it.
 fn readers_config(stored: &Config, set: &[String]) -> anyhow::Result<Config> {
+    for argument in set {
+        let (key, value) = argument.split_once('=').unwrap_or((argument, ""));
+        let (key, value) = (key.trim(), value.trim().trim_matches('"'));
+        let (problem, fix) = match (key, value) {
+            ("jepa.mode", "off") => ("is off, and targets are for a run whose mode is not", "give shared or separate"),
+            ("jepa.targets", path) if !path.is_empty() => {
+                ("names a file to read, and this command writes one", "give its name with --out")
+            }
+            _ => continue,
+        };
+        let fix = format!("{fix}, or leave --set {key} out");
+        bail!(ConfigError::Invalid { key: key.to_owned(), problem: problem.into(), fix });
+    }
     let base = Config { jepa: JepaConfig { targets: None, ..stored.jepa.clone() }, ..stored.clone() };
     let mut config = resolve(&Sources { base: Some(base.clone()), set: set.to_vec(), ..Sources::default() })?;
     let allowed = |key: &str| MAY_DIFFER.iter().any(|prefix| key.starts_with(prefix));

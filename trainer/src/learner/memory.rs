@@ -4,8 +4,8 @@
 //! With the table on the device its rows lie last in the flat buffer, with gradients and moments at the same places, and
 //! `row_adam` is one more operation of the step. With the table on the host the flat buffer has room for the rows of one
 //! batch. They are copied there before the step, under their ranks; after it their gradient, the clipping's scale and
-//! the flag come back, and the host moves its rows. Sums, norm and flag have the same operands in the same order, so the
-//! bits are those of a table on the device.
+//! the flag come back, and the host moves its rows, at once or after several steps (`waiting`). Sums, norm and flag have
+//! the same operands in the same order, so the bits are those of a table on the device.
 
 use std::borrow::Cow;
 use std::cell::RefCell;
@@ -15,15 +15,19 @@ use anyhow::{Context, Result, bail, ensure};
 use dormouse_reference::engram_hash::{self, Compact, compact};
 use dormouse_reference::row_adam::{self, RowAdam};
 use dormouse_reference::{Backend, DType, sanitise};
-use ndarray::{Array2, ArrayView1, Axis, IxDyn};
+use ndarray::{Array2, ArrayView1, IxDyn};
 
+use super::waiting::{Sums, Window};
 use super::{ModelLearner, RECORD_TAIL, RING_STEPS};
 use crate::checkpoint::{State, Tensor, TensorData};
-use crate::config::{Config, Engram, Format, ModelConfig};
+use crate::config::{Config, ConfigError, Engram, Format, ModelConfig};
 use crate::data::{Batch, KeyPlan, rows_of};
+use crate::host;
 use crate::host_table::HostTable;
 use crate::instruments::Witness;
+use crate::instruments::atlas::HOST_TABLE;
 use crate::model::{MEMORY_TABLE, Memory, Model, Param, Table};
+use crate::progress::gib;
 use crate::train::Parameter;
 
 /// Rows of the table that a position has.
@@ -43,16 +47,18 @@ pub(super) struct MemoryPart<B: Backend> {
     /// `[sets 3 b t]`: set after set, for every part its places by row.
     parts: B::Tensor,
     place: Place<B>,
+    /// The steps that a table on the host waits for.
+    window: Option<Window<B>>,
 }
 
 /// The rows of a batch that lie in the flat buffer while its table is on the host.
 pub(super) struct Names {
     /// How many there are; every pass of the step reads some of them.
-    resident: usize,
-    /// Those that get a gradient. A row that the teacher alone has read does not move.
-    moved: Compact,
+    pub resident: usize,
+    /// Those that get a gradient, ascending. A row that the teacher alone has read does not move.
+    pub moved: Vec<u32>,
     /// Where these are among the resident ones.
-    ranks: Vec<usize>,
+    pub ranks: Vec<usize>,
 }
 
 /// Where the table lies.
@@ -96,6 +102,20 @@ pub(super) fn check<B: Backend + Witness>(b: &B, config: &Config) -> Result<()> 
     Ok(())
 }
 
+/// The system gives a new table on the host no memory.
+fn refused(config: &Config, bytes: u64) -> ConfigError {
+    let free = host::free_memory_bytes().map_or("less".to_owned(), |free| format!("{:.1} GiB", gib(free)));
+    ConfigError::Invalid {
+        key: "model.engram_rows".into(),
+        problem: format!(
+            "is {}, and its table needs {:.1} GiB of memory with its moments, where this process can have {free}",
+            config.model.engram_rows,
+            gib(bytes)
+        ),
+        fix: "lower it or model.engram_width, raise the limit (ulimit -v), or give model.engram=off".into(),
+    }
+}
+
 /// Every parameter tensor of a run, a table on the host among them with all its rows.
 pub fn parameters(config: &Config) -> Vec<Parameter> {
     let table = Table::of(config);
@@ -137,14 +157,22 @@ impl<B: Backend> MemoryPart<B> {
         let (all, touched) = (plan.sets() * places, plan.touched() * places);
         let place = match config.model.engram {
             Engram::Host => {
-                let table = Table::of(config).get(MEMORY_TABLE).initial(config.seed);
-                let values = table.into_iter().map(|x| x as f32).collect();
-                Place::Host(Arc::new(HostTable::new(config.model.engram_width, values)))
+                let table = Table::of(config);
+                let values = table.get(MEMORY_TABLE).initial_values(config.seed);
+                let made = HostTable::create(ORDERS * config.model.engram_rows, config.model.engram_width, values);
+                Place::Host(Arc::new(made.map_err(|bytes| refused(config, bytes))?))
             }
             _ => Place::Device { order: ids(&[touched])?, counts: ids(&[ORDERS * config.model.engram_rows])? },
         };
+        let window = match place {
+            Place::Device { .. } => None,
+            Place::Host(_) => {
+                let room = resident(config).get(MEMORY_TABLE).shape[0];
+                Some(Window::new(b, config.optimizer.host_adam_every_steps, [room, config.model.engram_width])?)
+            }
+        };
         let (shape, rows, parts) = ([rows, t], ids(&[all])?, ids(&[all])?);
-        Ok(Some(Self { plan, width: config.model.engram_width, shape, rows, parts, place }))
+        Ok(Some(Self { plan, width: config.model.engram_width, shape, rows, parts, place, window }))
     }
 
     /// Brings the keys of a batch to the device, and with a table on the host its rows; gives their names then.
@@ -186,11 +214,7 @@ impl<B: Backend> MemoryPart<B> {
                 touched.sort_unstable();
                 touched.dedup();
                 let unique = touched.iter().map(|&slot| all.unique[slot]).collect();
-                Ok(Some(Names {
-                    resident: all.unique.len(),
-                    moved: Compact { unique, slots: Vec::new() },
-                    ranks: touched,
-                }))
+                Ok(Some(Names { resident: all.unique.len(), moved: unique, ranks: touched }))
             }
         }
     }
@@ -230,28 +254,28 @@ impl<B: Backend> MemoryPart<B> {
         RowAdam::update(b, config, state, touched, row_adam::Scalars { lr, scale: &seen.scale, apply: &seen.apply })
     }
 
-    /// Moves the rows of a table on the host by the gradient that the step has left; `lr` and `scale` as the device has
-    /// them.
-    pub fn update_host(
-        &mut self,
-        b: &B,
-        config: &row_adam::Config,
-        model: &Model<B>,
-        names: &Names,
-        [lr, scale]: [f64; 2],
-        apply: bool,
-    ) -> Result<()> {
+    /// The gradients of the first `rows` rows that lie in the flat buffer.
+    fn row_grads(&self, b: &B, model: &Model<B>, rows: usize) -> Result<B::Tensor> {
+        Ok(b.view(&model.grads, model.table.get(MEMORY_TABLE).start, &[rows, self.width])?)
+    }
+
+    /// Moves the rows of a table on the host by the sums of their gradients; nothing waits after that.
+    fn update_host(&mut self, config: &row_adam::Config, sums: Sums, lr: f64) -> Result<()> {
         let Place::Host(table) = &mut self.place else { return Ok(()) };
-        let grads = b.view(&model.grads, model.table.get(MEMORY_TABLE).start, &[names.resident, self.width])?;
-        let grads = b.download(&grads)?.mapv(|x| x as f32).into_shape_with_order((names.resident, self.width))?;
-        let grads = grads.select(Axis(0), &names.ranks);
+        let (unique, grads) = sums.take(self.width)?;
         // A checkpoint that still holds the table keeps its own copy.
         let table = Arc::make_mut(table);
-        Ok(table.update(config, &names.moved, grads.view(), [lr as f32, scale as f32], apply)?)
+        // The sums are scaled already, and steps that were skipped have no part in them.
+        table.update(config, &Compact { unique, slots: Vec::new() }, grads.view(), [lr as f32, 1.0], true)?;
+        if let Some(window) = &mut self.window {
+            window.restart(Sums::default());
+        }
+        Ok(())
     }
 
     /// Adds what a checkpoint holds of the memory beside the flat buffers.
-    pub fn export(&self, b: &B, state: &mut State) -> Result<()> {
+    pub fn export(&self, b: &B, state: &mut State, waiting: Sums) -> Result<()> {
+        waiting.export(self.width, state);
         match &self.place {
             Place::Device { counts, .. } => {
                 let values: Vec<u32> = b.download(counts)?.iter().map(|&x| x as u32).collect();
@@ -277,7 +301,7 @@ impl<B: Backend> MemoryPart<B> {
             (Place::Host(_), Some(table)) => {
                 let (got, expected) = ([table.rows(), table.width()], [rows, self.width]);
                 ensure!(got == expected, "checkpoint: tensor `{MEMORY_TABLE}` is {got:?}, expected {expected:?}");
-                Ok(Incoming::Table(Arc::clone(table)))
+                Ok(Incoming::Table(Arc::clone(table), Sums::import(state, expected)?))
             }
             (Place::Host(_), None) => bail!("checkpoint: tensor `{MEMORY_TABLE}` is missing"),
         }
@@ -287,8 +311,11 @@ impl<B: Backend> MemoryPart<B> {
     pub fn import(&mut self, b: &B, incoming: Incoming) -> Result<()> {
         match (&mut self.place, incoming) {
             (Place::Device { counts, .. }, Incoming::Counts(values)) => upload_ids(b, &values, counts),
-            (Place::Host(own), Incoming::Table(table)) => {
+            (Place::Host(own), Incoming::Table(table, waiting)) => {
                 *own = table;
+                if let Some(window) = &mut self.window {
+                    window.restart(waiting);
+                }
                 Ok(())
             }
             _ => unreachable!("`incoming` gives what the place takes"),
@@ -303,18 +330,50 @@ impl<B: Backend + Witness> ModelLearner<B> {
         self.model.table.params.iter().filter(move |param| !(host && param.name == MEMORY_TABLE))
     }
 
-    /// Moves the rows of a table on the host as the step that has just run says: a read of the device.
-    pub(super) fn update_host_table(&mut self, names: &Names, step: u64, lr: f64) -> Result<()> {
+    /// Notes the step that has just run for a table on the host, and moves the table if it is due: a read of the device.
+    pub(super) fn update_host_table(&mut self, names: Names, step: u64, lr: f64) -> Result<()> {
+        self.b.stage(HOST_TABLE);
+        if let Some(memory) = &mut self.memory {
+            let grads = memory.row_grads(&self.b, &self.model, names.resident)?;
+            let Some(window) = &mut memory.window else { return Ok(()) };
+            if window.note(&self.b, &grads, names, step)? {
+                let sums = self.waiting()?;
+                let config = self.row_adam();
+                if let Some(memory) = &mut self.memory {
+                    memory.update_host(&config, sums, lr)?;
+                }
+            }
+        }
+        self.b.stage("reads");
+        Ok(())
+    }
+
+    /// The row gradients that a table on the host waits for.
+    pub(super) fn waiting(&self) -> Result<Sums> {
+        let Some((memory, window)) = self.memory.as_ref().and_then(|m| m.window.as_ref().map(|window| (m, window)))
+        else {
+            return Ok(Sums::default());
+        };
         let columns = self.b.shape(&self.ring)[1];
         let losses = self.config.train.accumulate * self.losses_of_part();
-        let row = self.b.view(&self.ring, step as usize % RING_STEPS * columns, &[columns])?;
-        let row = self.flat(&row)?;
-        let &[_norm, _nonfinite, scale, apply] = &row[losses..losses + RECORD_TAIL] else {
-            bail!("a record has {} columns", row.len())
+        let steps: Vec<usize> = window.steps().map(|step| step as usize % RING_STEPS).collect();
+        // One step has one row of the ring; several have all of it in one read, of which they pick theirs.
+        let (from, rows) = if let [one] = steps[..] { (one, 1) } else { (0, RING_STEPS) };
+        let ring = if steps.is_empty() {
+            Vec::new()
+        } else {
+            self.flat(&self.b.view(&self.ring, from * columns, &[rows * columns])?)?
         };
-        let config = self.row_adam();
-        let Some(memory) = &mut self.memory else { return Ok(()) };
-        memory.update_host(&self.b, &config, &self.model, names, [lr, scale], apply == 1.0)
+        let record = |step: &usize| {
+            let row = &ring[(step - from) * columns..][..columns];
+            let &[_norm, _nonfinite, scale, apply] = &row[losses..losses + RECORD_TAIL] else {
+                bail!("a record has {} columns", row.len())
+            };
+            Ok([scale, apply])
+        };
+        let records = steps.iter().map(record).collect::<Result<Vec<_>>>()?;
+        let room = self.model.table.get(MEMORY_TABLE).shape[0];
+        window.sums(&self.b, &memory.row_grads(&self.b, &self.model, room)?, &records)
     }
 }
 
@@ -327,8 +386,8 @@ pub(super) fn memory<T>(keys: &Option<[T; 2]>) -> Option<Memory<'_, T>> {
 pub(super) enum Incoming {
     /// Of a table on the device.
     Counts(Vec<u32>),
-    /// A table on the host.
-    Table(Arc<HostTable>),
+    /// A table on the host, and the gradients that wait for it.
+    Table(Arc<HostTable>, Sums),
 }
 
 /// The state in the form of a learner whose memory lies where `engram` says: a checkpoint of a table on the device fits a
@@ -337,6 +396,7 @@ pub(super) fn placed(state: &State, engram: Engram) -> Result<Cow<'_, State>> {
     let [m_name, v_name] = ["m.", "v."].map(|prefix| format!("{prefix}{MEMORY_TABLE}"));
     match (engram, &state.table) {
         (Engram::Device, Some(table)) => {
+            Sums::refuse(state)?;
             let mut state = State { table: None, ..state.clone() };
             let shape = [table.rows(), table.width()];
             let [values, m, v] = table.buffers().map(|values| Tensor::f32(&shape, values.to_vec()));

@@ -13,7 +13,7 @@ use std::cell::{Cell, RefCell};
 use anyhow::{Context, Result, bail, ensure};
 use dormouse_cuda::Pass as Direction;
 use dormouse_reference::ema::{self, Ema};
-use dormouse_reference::{Backend, DType};
+use dormouse_reference::{Backend, DType, beside};
 
 use super::ModelLearner;
 use super::memory::memory;
@@ -116,14 +116,17 @@ impl<B: Backend + Witness> JepaPart<B> {
                 *sum += shares[usize::from(i >= iterations)] * loss;
             }
         }
-        let aux = Aux { jepa: sums[iterations], koleo: sums[iterations + 1] };
+        // Without a masked byte there is nothing to predict, and a zero would look like a perfect prediction.
+        let masked = shares.chunks(SHARES).any(|shares| shares[1] > 0.0);
+        let term = |i: usize| masked.then_some(sums[iterations + i]);
+        let aux = Aux { jepa: term(0), koleo: term(1) };
         sums.truncate(iterations);
         (sums, aux)
     }
 
     /// What is added to the mean cross-entropy.
     pub fn added(&self, aux: &Aux) -> f64 {
-        self.weight * (aux.jepa + KOLEO_WEIGHT * aux.koleo)
+        self.weight * (aux.jepa.unwrap_or(0.0) + KOLEO_WEIGHT * aux.koleo.unwrap_or(0.0))
     }
 
     /// Whether the latents come from a file.
@@ -206,30 +209,31 @@ impl<B: Backend + Witness> ModelLearner<B> {
         let unlabelled = model::Batch { targets: None, ..*batch };
         let plain = model::Batch { memory: plain_keys, ..*batch };
 
-        let mut teacher = None;
-        let targets = match &part.source {
-            Source::Teacher { params, .. } => {
-                let pass = model.teacher_pass(params, &mask);
-                let seen = model::Batch { targets: None, ..plain };
-                let forward = model.forward_pass(b, &seen, None, pass)?;
-                let latents = latents_of(&forward);
-                teacher = Some(forward);
-                latents
-            }
-            Source::Targets { latents, .. } => {
-                let width = self.config.model.width;
-                b.view(latents, index * positions * width, &[shape[0], shape[1], width])?
-            }
-        };
-        let (forward, weight) = match part.mode {
-            JepaMode::Shared => {
-                let pass = Pass::Shared { mask: &mask, visible: &visible };
-                (model.forward_pass(b, batch, None, pass)?, Some(&weight_ce))
-            }
-            JepaMode::Separate | JepaMode::Off => {
-                (model.forward_pass(b, &unlabelled, None, Pass::Masked { mask: &mask })?, None)
-            }
-        };
+        let (teacher, student) = beside(
+            b,
+            |b| match &part.source {
+                Source::Teacher { params, .. } => {
+                    let pass = model.teacher_pass(params, &mask);
+                    let seen = model::Batch { targets: None, ..plain };
+                    let forward = model.forward_pass(b, &seen, None, pass)?;
+                    Ok((latents_of(&forward), Some(forward)))
+                }
+                Source::Targets { latents, .. } => {
+                    let width = self.config.model.width;
+                    Ok((b.view(latents, index * positions * width, &[shape[0], shape[1], width])?, None))
+                }
+            },
+            |b| match part.mode {
+                JepaMode::Shared => {
+                    let pass = Pass::Shared { mask: &mask, visible: &visible };
+                    Ok((model.forward_pass(b, batch, None, pass)?, Some(&weight_ce)))
+                }
+                JepaMode::Separate | JepaMode::Off => {
+                    Ok((model.forward_pass(b, &unlabelled, None, Pass::Masked { mask: &mask })?, None))
+                }
+            },
+        )?;
+        let ((targets, teacher), (forward, weight)) = (teacher, student);
         let objective = model.objective(b, &latents_of(&forward), &targets, &mask)?;
         let first = index * (self.config.model.iterations + TERMS);
         let keep = |loss: &B::Tensor, i: usize| b.keep(loss, &b.view(&self.losses, first + i, &[1])?);

@@ -7,7 +7,7 @@ use dormouse_reference::retract::{self, Retract};
 use dormouse_reference::retract_all::{self, RetractAll};
 use dormouse_reference::row_adam;
 use dormouse_reference::sanitise::{self, Sanitise};
-use dormouse_reference::{Backend, Result};
+use dormouse_reference::{Backend, Result, beside};
 
 use super::memory::MemoryPart;
 use super::{ModelLearner, POWER_ITERATIONS, SKIPS_ALLOWED};
@@ -42,24 +42,24 @@ impl<B: Backend + Witness> ModelLearner<B> {
         let groups = groups.into_iter().flat_map(|(group, weight_decay)| {
             table.ranges(group).into_iter().map(move |range| adamw::Group { range, weight_decay })
         });
-        Adamw::update(
+        let config = adamw::Config { beta1: o.beta1, beta2: o.beta2, eps: o.eps, groups: groups.collect() };
+        let (params, grads) = (&self.model.params, &self.model.grads);
+        // The optimisers move disjoint parameters.
+        beside(
             b,
-            &adamw::Config { beta1: o.beta1, beta2: o.beta2, eps: o.eps, groups: groups.collect() },
-            adamw::State { params: &self.model.params, grads: &self.model.grads, m: &self.m, v: &self.v },
-            adamw::Scalars {
-                lr: &self.lr,
-                scale: &seen.scale,
-                apply: &seen.apply,
-                updates: &b.view(&self.counters, 0, &[1])?,
+            |b| {
+                let state = adamw::State { params, grads, m: &self.m, v: &self.v };
+                let (scale, apply, updates) = (&seen.scale, &seen.apply, &b.view(&self.counters, 0, &[1])?);
+                Adamw::update(b, &config, state, adamw::Scalars { lr: &self.lr, scale, apply, updates })?;
+                let Some(memory) = &self.memory else { return Ok(()) };
+                memory.update(b, &self.row_adam(), &self.model, [&self.m, &self.v, &self.lr], &seen)
+            },
+            |b| {
+                let Some(part) = &self.muon else { return Ok(()) };
+                let state = muon::State { params, grads, m: &self.m };
+                Muon::update(b, &part.config, state, muon::Scalars { lr: &part.lr, apply: &seen.apply })
             },
         )?;
-        if let Some(part) = &self.muon {
-            let state = muon::State { params: &self.model.params, grads: &self.model.grads, m: &self.m };
-            Muon::update(b, &part.config, state, muon::Scalars { lr: &part.lr, apply: &seen.apply })?;
-        }
-        if let Some(memory) = &self.memory {
-            memory.update(b, &self.row_adam(), &self.model, [&self.m, &self.v, &self.lr], &seen)?;
-        }
         if retracts {
             b.stage("retraction");
             self.retract(b, &seen.apply)?;

@@ -12,7 +12,7 @@ use dormouse_reference::kda::{self, Kda};
 use dormouse_reference::l2_norm::{self, L2Norm};
 use dormouse_reference::linear::{self, Linear};
 use dormouse_reference::short_conv::{self, ShortConv};
-use dormouse_reference::{Backend, Result};
+use dormouse_reference::{Backend, Result, beside};
 
 use super::ablation::{Ablation, scaled, without_first_head};
 use super::forward::configs;
@@ -54,6 +54,20 @@ pub(super) struct Attention<B: Backend> {
     pub saved: Saved<B>,
 }
 
+/// Gradients on their way back to the normed stream.
+pub(super) struct Back<T> {
+    dzeta: T,
+    /// Absent where the recurrence was detached.
+    recurrence: Option<Recurrence<T>>,
+}
+
+struct Recurrence<T> {
+    dbeta: T,
+    dlow: T,
+    /// Of the projections to q, k and v.
+    streams: Vec<T>,
+}
+
 impl<B: Backend> Model<B> {
     /// The branch on the normed stream `u` (`[B, T, d]`).
     pub(super) fn attention(
@@ -66,31 +80,47 @@ impl<B: Backend> Model<B> {
         let (batch, tokens) = (b.shape(u)[0], b.shape(u)[1]);
         let heads = [batch, tokens, self.config.heads, self.config.head_width];
         let flat = [batch, tokens, self.config.heads * self.config.head_width];
-        let mut streams = Vec::with_capacity(3);
-        for (i, (weight, taps)) in STREAMS.into_iter().enumerate() {
-            let (x, project) = self.linear(b, p, weight, u)?;
-            let (y, conv) = ShortConv::forward(
-                b,
-                &configs::CONV,
-                short_conv::Inputs { x: &x, context: carry.map(|c| &c.conv[i]) },
-                short_conv::Params { weight: &p.get(taps)?, bias: None },
-            )?;
-            let context = y.context.expect("forward always emits its context");
-            streams.push((b.reshape(&y.y, &heads)?, context, project, conv));
-        }
-        let [(q, q_context, q_project, q_conv), (k, k_context, k_project, k_conv), (v, v_context, v_project, v_conv)] =
-            <[_; 3]>::try_from(streams).map_err(|_| ()).expect("there are three streams");
-        let (q, q_l2) = L2Norm::forward(b, &configs::L2, l2_norm::Inputs { x: &q })?;
-        let (k, k_l2) = L2Norm::forward(b, &configs::L2, l2_norm::Inputs { x: &k })?;
-        let (low, decay_down) = self.linear(b, p, "kda.decay_down", u)?;
-        let (z, decay_up) = self.linear(b, p, "kda.decay_up", &low)?;
-        let (beta_logit, beta) = self.linear(b, p, "kda.beta", u)?;
-        let (gates, gate) = DecayGate::forward(
+        let (streams, maps) = beside(
             b,
-            &self.configs.gate,
-            decay_gate::Inputs { z: &b.reshape(&z, &heads)?, y: &beta_logit },
-            decay_gate::Params { a_log: &p.get("kda.a_log")?, dt_bias: &p.get("kda.dt_bias")? },
+            |b| {
+                let mut streams = Vec::with_capacity(3);
+                for (i, (weight, taps)) in STREAMS.into_iter().enumerate() {
+                    let (x, project) = self.linear(b, p, weight, u)?;
+                    let (y, conv) = ShortConv::forward(
+                        b,
+                        &configs::CONV,
+                        short_conv::Inputs { x: &x, context: carry.map(|c| &c.conv[i]) },
+                        short_conv::Params { weight: &p.get(taps)?, bias: None },
+                    )?;
+                    let context = y.context.expect("forward always emits its context");
+                    streams.push((b.reshape(&y.y, &heads)?, context, project, conv));
+                }
+                let streams: [_; 3] = streams.try_into().map_err(|_| ()).expect("there are three streams");
+                let [q, k, _] = &streams;
+                let q = L2Norm::forward(b, &configs::L2, l2_norm::Inputs { x: &q.0 })?;
+                let k = L2Norm::forward(b, &configs::L2, l2_norm::Inputs { x: &k.0 })?;
+                Ok((streams, q, k))
+            },
+            |b| {
+                let (low, decay_down) = self.linear(b, p, "kda.decay_down", u)?;
+                let (z, decay_up) = self.linear(b, p, "kda.decay_up", &low)?;
+                let (beta_logit, beta) = self.linear(b, p, "kda.beta", u)?;
+                let (gates, gate) = DecayGate::forward(
+                    b,
+                    &self.configs.gate,
+                    decay_gate::Inputs { z: &b.reshape(&z, &heads)?, y: &beta_logit },
+                    decay_gate::Params { a_log: &p.get("kda.a_log")?, dt_bias: &p.get("kda.dt_bias")? },
+                )?;
+                let zeta = self.linear(b, p, "kda.gate", u)?;
+                Ok((decay_down, decay_up, beta, gates, gate, zeta))
+            },
         )?;
+        let (
+            [(_, q_context, q_project, q_conv), (_, k_context, k_project, k_conv), (v, v_context, v_project, v_conv)],
+            (q, q_l2),
+            (k, k_l2),
+        ) = streams;
+        let (decay_down, decay_up, beta, gates, gate, (zeta, zeta_saved)) = maps;
         let (read, kda) = Kda::forward(
             b,
             &self.configs.kda,
@@ -106,7 +136,6 @@ impl<B: Backend> Model<B> {
                 initial_state: carry.map(|c| &c.state),
             },
         )?;
-        let (zeta, zeta_saved) = self.linear(b, p, "kda.gate", u)?;
         let (normed, out_norm) = GatedRmsNorm::forward(
             b,
             &configs::OUT_NORM,
@@ -137,15 +166,15 @@ impl<B: Backend> Model<B> {
         })
     }
 
-    /// Adds the branch's parameter gradients and gives du = `plus` + what flows back through the branch.
+    /// Adds the gradients of the parameters from the output map back to the convolutions, and gives what the maps of the
+    /// normed stream are sent.
     pub(super) fn attention_backward(
         &self,
         b: &B,
         grads: &Views<'_, B>,
         saved: &Saved<B>,
         dy: &B::Tensor,
-        plus: &B::Tensor,
-    ) -> Result<B::Tensor> {
+    ) -> Result<Back<B::Tensor>> {
         let heads = &saved.heads;
         let flat = [heads[0], heads[1], heads[2] * heads[3]];
         let dnormed = self.linear_backward(b, grads, "kda.out", &saved.out, dy, None)?;
@@ -157,9 +186,8 @@ impl<B: Backend> Model<B> {
             gated_rms_norm::Params { gain: &grads.get("kda.norm")? },
         )?;
         let dzeta = b.reshape(&through_norm.dzeta, &flat)?;
-        let mut du = self.linear_backward(b, grads, "kda.gate", &saved.zeta, &dzeta, Some(plus))?;
         if self.ablation == Ablation::DetachRecurrence {
-            return Ok(du);
+            return Ok(Back { dzeta, recurrence: None });
         }
         let mut through_kda =
             Kda::backward(b, &self.configs.kda, &saved.kda, kda::Outputs { o: &through_norm.d_o, final_state: None })?;
@@ -168,33 +196,55 @@ impl<B: Backend> Model<B> {
             Ablation::FirstHeadBetaDropped => through_kda.dbeta = without_first_head(b, &through_kda.dbeta)?,
             _ => {}
         }
-        let through_gate = DecayGate::backward(
+        let kda::Grads { dq, dk, dv, .. } = &through_kda;
+        let (gates, streams) = beside(
             b,
-            &self.configs.gate,
-            &saved.gate,
-            decay_gate::Outputs { g: &through_kda.dg, beta: &through_kda.dbeta },
-            decay_gate::Params { a_log: &grads.get("kda.a_log")?, dt_bias: &grads.get("kda.dt_bias")? },
+            |b| {
+                let through_gate = DecayGate::backward(
+                    b,
+                    &self.configs.gate,
+                    &saved.gate,
+                    decay_gate::Outputs { g: &through_kda.dg, beta: &through_kda.dbeta },
+                    decay_gate::Params { a_log: &grads.get("kda.a_log")?, dt_bias: &grads.get("kda.dt_bias")? },
+                )?;
+                if self.ablation == Ablation::DecayBiasDropped {
+                    b.fill(&grads.get("kda.dt_bias")?, 0.0)?;
+                }
+                let dz = b.reshape(&through_gate.dz, &flat)?;
+                let dlow = self.linear_backward(b, grads, "kda.decay_up", &saved.decay_up, &dz, None)?;
+                Ok((through_gate.dy, dlow))
+            },
+            |b| {
+                let dq = L2Norm::backward(b, &configs::L2, &saved.l2[0], l2_norm::Outputs { y: dq })?.dx;
+                let dk = L2Norm::backward(b, &configs::L2, &saved.l2[1], l2_norm::Outputs { y: dk })?.dx;
+                let mut streams = Vec::with_capacity(STREAMS.len());
+                for (i, dstream) in [&dq, &dk, dv].into_iter().enumerate() {
+                    let into = short_conv::Params { weight: &grads.get(STREAMS[i].1)?, bias: None };
+                    let upstream = short_conv::Outputs { y: &b.reshape(dstream, &flat)?, context: None };
+                    streams.push(ShortConv::backward(b, &configs::CONV, &saved.conv[i], upstream, into)?.dx);
+                }
+                Ok(streams)
+            },
         )?;
-        if self.ablation == Ablation::DecayBiasDropped {
-            b.fill(&grads.get("kda.dt_bias")?, 0.0)?;
-        }
-        du = self.linear_backward(b, grads, "kda.beta", &saved.beta, &through_gate.dy, Some(&du))?;
-        let dz = b.reshape(&through_gate.dz, &flat)?;
-        let dlow = self.linear_backward(b, grads, "kda.decay_up", &saved.decay_up, &dz, None)?;
-        du = self.linear_backward(b, grads, "kda.decay_down", &saved.decay_down, &dlow, Some(&du))?;
-        let dq = L2Norm::backward(b, &configs::L2, &saved.l2[0], l2_norm::Outputs { y: &through_kda.dq })?.dx;
-        let dk = L2Norm::backward(b, &configs::L2, &saved.l2[1], l2_norm::Outputs { y: &through_kda.dk })?.dx;
-        for (i, dstream) in [dq, dk, through_kda.dv].into_iter().enumerate() {
-            let (weight, taps) = STREAMS[i];
-            let dx = ShortConv::backward(
-                b,
-                &configs::CONV,
-                &saved.conv[i],
-                short_conv::Outputs { y: &b.reshape(&dstream, &flat)?, context: None },
-                short_conv::Params { weight: &grads.get(taps)?, bias: None },
-            )?
-            .dx;
-            du = self.linear_backward(b, grads, weight, &saved.project[i], &dx, Some(&du))?;
+        let (dbeta, dlow) = gates;
+        Ok(Back { dzeta, recurrence: Some(Recurrence { dbeta, dlow, streams }) })
+    }
+
+    /// Adds the gradients of the maps of the normed stream and gives du = `plus` + what flows back through the branch.
+    pub(super) fn projections_backward(
+        &self,
+        b: &B,
+        grads: &Views<'_, B>,
+        saved: &Saved<B>,
+        back: &Back<B::Tensor>,
+        plus: &B::Tensor,
+    ) -> Result<B::Tensor> {
+        let mut du = self.linear_backward(b, grads, "kda.gate", &saved.zeta, &back.dzeta, Some(plus))?;
+        let Some(Recurrence { dbeta, dlow, streams }) = &back.recurrence else { return Ok(du) };
+        du = self.linear_backward(b, grads, "kda.beta", &saved.beta, dbeta, Some(&du))?;
+        du = self.linear_backward(b, grads, "kda.decay_down", &saved.decay_down, dlow, Some(&du))?;
+        for (i, dx) in streams.iter().enumerate() {
+            du = self.linear_backward(b, grads, STREAMS[i].0, &saved.project[i], dx, Some(&du))?;
         }
         Ok(du)
     }

@@ -8,7 +8,7 @@ use dormouse_reference::expert::{self, Expert};
 use dormouse_reference::residual::{self, Residual};
 use dormouse_reference::rms_norm::{self, RmsNorm};
 use dormouse_reference::spectral::{self, Spectral};
-use dormouse_reference::{Backend, Result};
+use dormouse_reference::{Backend, Result, beside};
 
 use super::forward::{Forward, Readout, Saved, configs, expert_params};
 use super::{Model, Views};
@@ -123,21 +123,33 @@ impl<B: Backend> Model<B> {
         )?;
         let through_blend =
             Blend::backward(b, &configs::BLEND, &saved.blend, blend::Outputs { y: &through_residual.dy })?;
-        let du = Expert::backward(
+        // As in the forward pass; the experts' and the dense branch's du joins the attention's at its end.
+        let (du, (dc, through_attention)) = beside(
             b,
-            &self.configs.expert,
-            &saved.expert,
-            expert::Outputs { y: &through_blend.dexperts },
-            None,
-            expert_params(grads)?.as_ref(),
-        )?
-        .du;
-        let du = self.linear_backward(b, grads, "dense", &saved.dense, &through_blend.ddense, Some(&du))?;
-        let du = self.attention_backward(b, grads, &saved.attention, &through_blend.dattn, &du)?;
-        let dc = match (&saved.memory, &through_blend.dmemory) {
-            (Some(saved), Some(dm)) => self.memory_backward(b, grads, saved, dm, &through_residual.dc)?,
-            _ => through_residual.dc,
-        };
+            |b| {
+                let du = Expert::backward(
+                    b,
+                    &self.configs.expert,
+                    &saved.expert,
+                    expert::Outputs { y: &through_blend.dexperts },
+                    None,
+                    expert_params(grads)?.as_ref(),
+                )?
+                .du;
+                self.linear_backward(b, grads, "dense", &saved.dense, &through_blend.ddense, Some(&du))
+            },
+            |b| {
+                beside(
+                    b,
+                    |b| match (&saved.memory, &through_blend.dmemory) {
+                        (Some(saved), Some(dm)) => self.memory_backward(b, grads, saved, dm, &through_residual.dc),
+                        _ => Ok(through_residual.dc.clone()),
+                    },
+                    |b| self.attention_backward(b, grads, &saved.attention, &through_blend.dattn),
+                )
+            },
+        )?;
+        let du = self.projections_backward(b, grads, &saved.attention, &through_attention, &du)?;
         let through_controller = Controller::backward(
             b,
             &self.configs.controller,

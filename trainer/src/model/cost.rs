@@ -18,7 +18,8 @@ pub struct MemoryClasses {
     pub table: u64,
     /// What a JEPA teacher has of the weights; zero where none runs.
     pub teacher: u64,
-    /// Room on the device for a batch's rows of a table on the host: values, gradients, and moments that stay unused.
+    /// Room on the device for a batch's rows of a table on the host: values, gradients, and moments that stay unused; where
+    /// the host waits for several steps, the gradients of each of them besides.
     pub room: u64,
 }
 
@@ -34,13 +35,15 @@ impl MemoryClasses {
             full.params.iter().find(|p| p.name == TABLE).map_or([0, 0], |p| [p.shape[0] as u64, p.len() as u64]);
         let held = resident.params.iter().find(|p| p.name == TABLE).map_or(0, |p| p.len() as u64);
         let host = config.model.engram == Engram::Host;
+        let every = config.optimizer.host_adam_every_steps;
+        let kept = if every > 1 { every } else { 0 };
         Self {
             weights: BYTES * rest,
             gradients: BYTES * rest,
             moments: 2 * BYTES * rest,
             teacher: if config.jepa.has_teacher() { BYTES * rest } else { 0 },
             table: BYTES * (if host { 3 } else { 4 } * values + rows),
-            room: if host { 4 * BYTES * held } else { 0 },
+            room: if host { (4 + kept) * BYTES * held } else { 0 },
         }
     }
 
@@ -206,6 +209,10 @@ mod tests {
         let host = MemoryClasses::of(&config, &Table::of(&config).with_resident_rows(768));
         assert_eq!((host.weights, host.table), (device.weights, 4 * (3 * 12_288 * 32 + 12_288)));
         assert_eq!(host.room, 4 * 4 * 768 * 32);
+        config.optimizer.host_adam_every_steps = 3;
+        let room = MemoryClasses::of(&config, &Table::of(&config).with_resident_rows(768)).room;
+        assert_eq!(room, 7 * 4 * 768 * 32);
+        config.optimizer.host_adam_every_steps = 1;
     }
 
     #[test]

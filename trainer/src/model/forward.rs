@@ -16,7 +16,7 @@ use dormouse_reference::residual::{self, Residual};
 use dormouse_reference::rms_norm::{self, RmsNorm};
 use dormouse_reference::short_conv;
 use dormouse_reference::spectral::{self, Spectral};
-use dormouse_reference::{Backend, Precision, Result};
+use dormouse_reference::{Backend, Precision, Result, beside};
 
 use super::ablation::Ablation;
 use super::attention::{self, Carry};
@@ -217,17 +217,26 @@ impl<B: Backend> Model<B> {
         )?;
         let u = &normed.y;
         let c = normed.c.as_ref().expect("a norm with a shift returns the shifted row");
-        let (gates, controller) = Controller::forward(
-            b,
-            &self.configs.controller,
-            controller::Inputs { c, x0 },
-            controller::Params { weight: &p.get("controller")? },
-        )?;
-        let attention = self.attention(b, p, u, carry)?;
-        let memory = batch.memory.as_ref().map(|keys| self.memory(b, p, keys, c)).transpose()?;
-        let (memory, memory_saved) = memory.unzip();
+        // The branches of the block read the same rows and not each other.
         let (dense, dense_saved) = self.linear(b, p, "dense", u)?;
-        let (experts, expert) = self.experts(b, p, u)?;
+        let (experts, ((memory, gates), attention)) = beside(
+            b,
+            |b| self.experts(b, p, u),
+            |b| {
+                beside(
+                    b,
+                    |b| {
+                        let memory = batch.memory.as_ref().map(|keys| self.memory(b, p, keys, c)).transpose()?;
+                        let controller = controller::Params { weight: &p.get("controller")? };
+                        let inputs = controller::Inputs { c, x0 };
+                        Ok((memory, Controller::forward(b, &self.configs.controller, inputs, controller)?))
+                    },
+                    |b| self.attention(b, p, u, carry),
+                )
+            },
+        )?;
+        let ((experts, expert), (gates, controller)) = (experts, gates);
+        let (memory, memory_saved) = memory.unzip();
         let (y, blend) = Blend::forward(
             b,
             &configs::BLEND,

@@ -103,7 +103,12 @@ impl Param {
 
     /// Its initial values.
     pub fn initial(&self, seed: u64) -> Vec<f64> {
-        initial_values(self, &mut stream(seed, Purpose::Init, 0, self.stream))
+        self.initial_values(seed).collect()
+    }
+
+    /// [`Param::initial`] one by one, for a tensor that is too large to have twice.
+    pub fn initial_values(&self, seed: u64) -> Box<dyn Iterator<Item = f64> + '_> {
+        initial_values(self, stream(seed, Purpose::Init, 0, self.stream))
     }
 
     /// Its place in the flat buffer.
@@ -262,17 +267,18 @@ fn joined<'a>(params: impl Iterator<Item = &'a Param>) -> Vec<Range<usize>> {
     ranges
 }
 
-fn initial_values(param: &Param, rng: &mut ChaCha8Rng) -> Vec<f64> {
-    let len = param.len();
+fn initial_values(param: &Param, mut rng: ChaCha8Rng) -> Box<dyn Iterator<Item = f64> + '_> {
+    let places = 0..param.len();
     match param.init {
-        Init::Constant(value) => vec![value; len],
-        Init::Normal(deviation) => (0..len).map(|_| deviation * rng.sample::<f64, _>(StandardNormal)).collect(),
-        Init::Uniform(bound) => (0..len).map(|_| rng.random_range(-bound..bound)).collect(),
-        Init::DecayBias => (0..len).map(|_| -(5.0 * time_constant(rng) - 1.0).ln()).collect(),
-        Init::SoftplusDecayBias => (0..len).map(|_| (1.0 / time_constant(rng)).exp_m1().ln()).collect(),
+        Init::Constant(value) => Box::new(places.map(move |_| value)),
+        Init::Normal(deviation) => Box::new(places.map(move |_| deviation * rng.sample::<f64, _>(StandardNormal))),
+        Init::Uniform(bound) => Box::new(places.map(move |_| rng.random_range(-bound..bound))),
+        Init::DecayBias => Box::new(places.map(move |_| -(5.0 * time_constant(&mut rng) - 1.0).ln())),
+        Init::SoftplusDecayBias => Box::new(places.map(move |_| (1.0 / time_constant(&mut rng)).exp_m1().ln())),
         Init::Orthonormal => {
             let (rows, columns) = (param.shape[param.shape.len() - 2], param.shape[param.shape.len() - 1]);
-            (0..len / (rows * columns)).flat_map(|_| orthonormal(rows, columns, rng)).collect()
+            let matrices = 0..param.len() / (rows * columns);
+            Box::new(matrices.flat_map(move |_| orthonormal(rows, columns, &mut rng)))
         }
     }
 }

@@ -36,13 +36,13 @@ pub struct StepRecord {
     pub applied: bool,
 }
 
-/// The terms of the JEPA objective, as they are before their weights.
+/// The terms of the JEPA objective, as they are before their weights; absent in a step without a masked byte.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Aux {
     /// Mean distance of the prediction to the teacher's normalised latents.
-    pub jepa: f64,
+    pub jepa: Option<f64>,
     /// Minus half the mean logarithm of the latents' nearest distances.
-    pub koleo: f64,
+    pub koleo: Option<f64>,
 }
 
 /// Why a learner has stopped applying updates.

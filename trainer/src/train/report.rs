@@ -19,7 +19,8 @@ pub(super) fn step_line(record: &StepRecord, facts: &StepFacts) -> Value {
     let mut nonfinite: Vec<String> = Vec::new();
     let aux = record.aux.map(|aux| [("jepa", aux.jepa), ("koleo", aux.koleo)]);
     let named = [("loss", record.loss), ("grad_norm", record.grad_norm)];
-    for (name, value) in named.into_iter().chain(aux.into_iter().flatten()) {
+    let terms = aux.into_iter().flatten().filter_map(|(name, value)| value.map(|value| (name, value)));
+    for (name, value) in named.into_iter().chain(terms) {
         if !value.is_finite() {
             nonfinite.push(format!("{name}={value}"));
         }
@@ -43,7 +44,7 @@ pub(super) fn step_line(record: &StepRecord, facts: &StepFacts) -> Value {
         "step_ms": facts.step_ms,
         "bytes_seen": (record.step + 1) * facts.bytes_per_step,
     });
-    // A run without the objective has no such key.
+    // A run without the objective has no such key; a step without a masked byte has none of its numbers.
     for (name, value) in aux.into_iter().flatten() {
         line[name] = json!(value);
     }
@@ -112,9 +113,14 @@ mod tests {
         assert_eq!(line["nonfinite_gradient_elements"], 7);
         assert_eq!(line["applied"], false);
         assert!(line.get("jepa").is_none() && line.get("koleo").is_none());
-        let aux = Some(Aux { jepa: f64::INFINITY, koleo: 0.25 });
-        let line = step_line(&StepRecord { aux, loss: 2.0, ce: vec![2.0], ..bad }, &facts);
+        let aux = Some(Aux { jepa: Some(f64::INFINITY), koleo: Some(0.25) });
+        let line = step_line(&StepRecord { aux, loss: 2.0, ce: vec![2.0], ..bad.clone() }, &facts);
         assert!(line["jepa"].is_null());
         assert_eq!((line["koleo"].as_f64(), &line["nonfinite"][0]), (Some(0.25), &"jepa=inf".into()));
+        // Nothing was masked: no number, and nothing that is not finite either.
+        let aux = Some(Aux { jepa: None, koleo: None });
+        let line = step_line(&StepRecord { aux, loss: 2.0, ce: vec![2.0], ..bad }, &facts);
+        assert!(line.get("jepa").is_some_and(|v| v.is_null()) && line.get("koleo").is_some_and(|v| v.is_null()));
+        assert_eq!(line["nonfinite"].as_array().unwrap().len(), 0);
     }
 }

@@ -184,8 +184,11 @@ impl Session {
 
     /// Reads the learner's records, writes their lines and looks at the latch.
     fn log(&mut self, done: u64) -> anyhow::Result<()> {
+        let waiting = Instant::now();
         let records = self.learner.drain()?;
         if self.window.steps > 0 {
+            // The host is ahead of the device; what it waits for here is part of the steps so far.
+            self.window.time += waiting.elapsed();
             self.window.mean = self.window.time / self.window.steps;
         }
         (self.window.steps, self.window.time) = (0, Duration::ZERO);
@@ -381,7 +384,12 @@ impl Session {
     fn save(&mut self, done: u64) -> anyhow::Result<PathBuf> {
         let state = self.learner.export()?;
         if let Some(name) = state.first_nonfinite() {
-            return Err(NonFiniteResult { what: format!("`{name}`"), step: done }.into());
+            return Err(NonFiniteResult {
+                what: format!("`{name}`"),
+                step: done,
+                rates: self.config.optimizer.rates(),
+            }
+            .into());
         }
         if self.run.restore(&self.config, &self.data.manifest, &self.provenance)? {
             let path = self.run.path().display();
@@ -443,7 +451,12 @@ impl Session {
             return self.stopped(done);
         };
         if !score.bpb.is_finite() {
-            return Err(NonFiniteResult { what: "the held-out score".into(), step }.into());
+            return Err(NonFiniteResult {
+                what: "the held-out score".into(),
+                step,
+                rates: self.config.optimizer.rates(),
+            }
+            .into());
         }
         if self.saved != Some(step) {
             self.save(done).context("train: the last checkpoint could not be saved")?;
@@ -503,6 +516,7 @@ impl Session {
         self.reporter.finish();
         self.reporter.warn(&format!("first tensor that is not finite: {first}"));
         self.reporter.result(&format!("replay    {} replay {}", self.program, quoted(&folder.display().to_string())));
-        Ok(NonFiniteStop { skipped, step: step + 1, bundle: folder.display().to_string() })
+        let (bundle, rates) = (folder.display().to_string(), self.config.optimizer.rates());
+        Ok(NonFiniteStop { skipped, step: step + 1, bundle, rates })
     }
 }

@@ -52,11 +52,20 @@ impl Place {
 
     /// Runs the program under a limit on the size of a file, as a full disk would be.
     pub fn run_limited(&self, arguments: &[&str], bytes: u64) -> Done {
+        self.run_under(libc::RLIMIT_FSIZE, arguments, bytes)
+    }
+
+    /// Runs the program under a limit on its memory, as `ulimit -v` sets one.
+    pub fn run_in_memory(&self, arguments: &[&str], bytes: u64) -> Done {
+        self.run_under(libc::RLIMIT_AS, arguments, bytes)
+    }
+
+    fn run_under(&self, resource: libc::__rlimit_resource_t, arguments: &[&str], bytes: u64) -> Done {
         let mut command = self.command(arguments);
         let limit = libc::rlimit { rlim_cur: bytes, rlim_max: bytes };
         // SAFETY: setrlimit may be called between fork and exec; it allocates nothing and takes no lock.
         unsafe {
-            command.pre_exec(move || match libc::setrlimit(libc::RLIMIT_FSIZE, &limit) {
+            command.pre_exec(move || match libc::setrlimit(resource, &limit) {
                 0 => Ok(()),
                 _ => Err(std::io::Error::last_os_error()),
             });

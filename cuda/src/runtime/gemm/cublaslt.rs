@@ -14,7 +14,7 @@ use cudarc::driver::{CudaStream, result as cu};
 use dormouse_reference::Precision;
 
 use super::table::{self, Key, Words};
-use super::{Added, Addresses, Call, Choice, Source, Stored};
+use super::{Added, Addresses, BRANCHES, Call, Choice, Source, Stored};
 use crate::runtime::Error;
 
 /// Memory that algorithms may use besides their matrices; NVIDIA's advice for Hopper.
@@ -30,7 +30,8 @@ const WIDEST: u64 = 16;
 /// The library with its plans. Used on the device thread only.
 pub struct Library {
     handle: sys::cublasLtHandle_t,
-    workspace: u64,
+    /// One for each branch of a captured step: products of two may run at the same time.
+    workspaces: [u64; BRANCHES],
     version: usize,
     sm: u32,
     table: HashMap<Key, Words>,
@@ -64,10 +65,10 @@ fn bytes<T>(value: &T) -> (*const c_void, usize) {
 struct Layout(sys::cublasLtMatrixLayout_t);
 
 impl Layout {
-    /// Matrices of f32 with `rows` rows and `columns` columns in the library's sense.
-    fn new(rows: usize, columns: usize, batch: usize, stored: Stored) -> Result<Self, Error> {
+    /// Matrices of f32, or of bf16 if `narrow`, with `rows` rows and `columns` columns in the library's sense.
+    fn new(narrow: bool, rows: usize, columns: usize, batch: usize, stored: Stored) -> Result<Self, Error> {
         use sys::cublasLtMatrixLayoutAttribute_t as Attribute;
-        let dtype = sys::cudaDataType::CUDA_R_32F;
+        let dtype = if narrow { sys::cudaDataType::CUDA_R_16BF } else { sys::cudaDataType::CUDA_R_32F };
         let layout = lt::create_matrix_layout(dtype, rows as u64, columns as u64, stored.row as i64)
             .map(Self)
             .map_err(failed("cublasLtMatrixLayoutCreate"))?;
@@ -103,6 +104,8 @@ impl Description {
             // Never TF32: that is what the faster types are for.
             Precision::Full => Compute::CUBLAS_COMPUTE_32F,
             Precision::Tf32 => Compute::CUBLAS_COMPUTE_32F_FAST_TF32,
+            // Factors in bf16 have nothing to round.
+            Precision::Bf16 if call.narrow => Compute::CUBLAS_COMPUTE_32F,
             Precision::Bf16 => Compute::CUBLAS_COMPUTE_32F_FAST_16BF,
         };
         let description = lt::create_matmul_desc(compute, sys::cudaDataType::CUDA_R_32F)
@@ -229,23 +232,26 @@ fn details(algorithm: &sys::cublasLtMatmulAlgo_t) -> String {
 }
 
 impl Library {
-    /// Where its workspace lies.
-    pub fn workspace(&self) -> u64 {
-        self.workspace
+    /// Where its workspaces lie.
+    pub fn workspaces(&self) -> [u64; BRANCHES] {
+        self.workspaces
     }
 
-    /// Loads the library and takes its workspace; the GPU's context is current.
+    /// Loads the library and takes its workspaces; the GPU's context is current.
     pub fn open(sm: u32, out_of_memory: impl Fn(u64) -> Error) -> Result<Self, Error> {
         // SAFETY: loads a shared library by name and drops it again.
         if !unsafe { sys::is_culib_present() } {
             return Err(Error::NoGemmLibrary);
         }
         let handle = lt::create_handle().map_err(failed("cublasLtCreate"))?;
-        // SAFETY: a plain allocation, kept for the life of the process.
-        let workspace = unsafe { cu::malloc_sync(WORKSPACE) }.map_err(|_| out_of_memory(WORKSPACE as u64))?;
+        let mut workspaces = [0; BRANCHES];
+        for workspace in &mut workspaces {
+            // SAFETY: a plain allocation, kept for the life of the process.
+            *workspace = unsafe { cu::malloc_sync(WORKSPACE) }.map_err(|_| out_of_memory(WORKSPACE as u64))?;
+        }
         Ok(Self {
             handle,
-            workspace,
+            workspaces,
             // SAFETY: returns a number.
             version: unsafe { sys::cublasLtGetVersion() },
             sm,
@@ -268,8 +274,8 @@ impl Library {
         self.choices.clear();
     }
 
-    /// Launches a product on the stream, or records it; false if there is no algorithm for it.
-    pub fn launch(&mut self, call: &Call, at: &Addresses, stream: &CudaStream) -> Result<bool, Error> {
+    /// Launches a product on the stream, or records it on a branch; false if there is no algorithm for it.
+    pub fn launch(&mut self, call: &Call, at: &Addresses, stream: &CudaStream, branch: usize) -> Result<bool, Error> {
         let class = |at: u64| if at.is_multiple_of(WIDEST) { WIDEST as u32 } else { size_of::<f32>() as u32 };
         let alignments = [at.a, at.b, at.added, at.out].map(class);
         let key = (*call, alignments);
@@ -301,7 +307,7 @@ impl Library {
                 at.out as *mut c_void,
                 plan.out.0,
                 &plan.algorithm,
-                self.workspace as *mut c_void,
+                self.workspaces[branch] as *mut c_void,
                 WORKSPACE,
                 stream.cu_stream().cast(),
             )
@@ -319,9 +325,9 @@ impl Library {
         };
         let ((b_rows, b_columns), (a_rows, a_columns)) = (sides(b.transposed, k, n), sides(a.transposed, m, k));
         let description = Description::new(call, added)?;
-        let first = Layout::new(b_rows, b_columns, batch, b)?;
-        let second = Layout::new(a_rows, a_columns, batch, a)?;
-        let out = Layout::new(n, m, batch, call.out)?;
+        let first = Layout::new(call.narrow, b_rows, b_columns, batch, b)?;
+        let second = Layout::new(call.narrow, a_rows, a_columns, batch, a)?;
+        let out = Layout::new(false, n, m, batch, call.out)?;
         let plan = Plan { description, first, second, out, algorithm: sys::cublasLtMatmulAlgo_t { data: [0; 8] } };
         let suggestions = self.suggestions(&plan, call, alignments)?;
         // The library's check does not look at addresses, and the table was measured with aligned ones.
@@ -440,12 +446,13 @@ mod tests {
             return;
         }
         let stored = |transposed| Stored { transposed, row: 24, next: 480 };
-        for precision in [Precision::Full, Precision::Tf32, Precision::Bf16] {
+        let kinds = [Precision::Full, Precision::Tf32, Precision::Bf16].map(|precision| (precision, false));
+        for (precision, narrow) in kinds.into_iter().chain([(Precision::Bf16, true)]) {
             for added in [Added::Nothing, Added::Row, Added::Matrix, Added::Destination] {
                 let (a, b, out) = (stored(false), stored(true), stored(false));
-                let call = Call { precision, batch: 3, m: 20, k: 24, n: 20, a, b, added, out };
+                let call = Call { precision, narrow, batch: 3, m: 20, k: 24, n: 20, a, b, added, out };
                 Description::new(&call, 512).unwrap().set_row(1024).unwrap();
-                Layout::new(24, 20, call.batch, call.a).unwrap();
+                Layout::new(narrow, 24, 20, call.batch, call.a).unwrap();
                 Preference::new([4, 16, 16, 4]).unwrap();
             }
         }

@@ -23,7 +23,7 @@ mod table;
 
 pub use cublaslt::Library;
 
-/// A factor of a product as it is stored in f32.
+/// A factor of a product as it is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Stored {
     /// Whether the factor is the transpose of what is stored.
@@ -64,6 +64,8 @@ impl Added {
 pub struct Call {
     /// What the factors are rounded to.
     pub precision: Precision,
+    /// Whether the factors are stored as bf16; else as f32.
+    pub narrow: bool,
     /// Products.
     pub batch: usize,
     /// Rows of the result.
@@ -156,11 +158,17 @@ impl fmt::Display for Choice {
     }
 }
 
+/// Products that may run at the same time: as many as there are workspaces.
+pub const BRANCHES: usize = 8;
+
 /// A runtime with or without a library for products.
 pub trait Gemm: cubecl::Runtime {
+    /// Whether its library takes factors in bf16.
+    const NARROW: bool;
+
     /// Launches or records a product; false if there is no library or it has no algorithm. The matrices reach no further
-    /// than their buffers.
-    fn gemm(client: &ComputeClient<Self>, call: &Call, at: &Starts<'_>) -> Result<bool, Error>;
+    /// than their buffers. `branch`, below [`BRANCHES`], is another number for products that may run at the same time.
+    fn gemm(client: &ComputeClient<Self>, call: &Call, at: &Starts<'_>, branch: usize) -> Result<bool, Error>;
 
     /// What was chosen for every product so far.
     fn choices(client: &ComputeClient<Self>) -> Vec<Choice>;
@@ -170,17 +178,22 @@ pub trait Gemm: cubecl::Runtime {
     fn ask(client: &ComputeClient<Self>, suggestion: Option<usize>);
 }
 
+/// The device address of a place.
+pub(super) fn address(client: &ComputeClient<Cuda>, start: &Start<'_>) -> Result<u64, Error> {
+    if let Some(at) = start.address.get() {
+        return Ok(at + start.offset);
+    }
+    let resource = client
+        .get_resource(start.buffer.clone())
+        .map_err(|e| Error::Launch { kernel: "memory".to_owned(), reason: e.to_string() })?;
+    Ok(start.address.get_or_init(|| resource.resource().at) + start.offset)
+}
+
 impl Gemm for Cuda {
-    fn gemm(client: &ComputeClient<Self>, call: &Call, at: &Starts<'_>) -> Result<bool, Error> {
-        let address = |start: &Start<'_>| match start.address.get() {
-            Some(at) => Ok(at + start.offset),
-            None => {
-                let resource = client
-                    .get_resource(start.buffer.clone())
-                    .map_err(|e| Error::Launch { kernel: "gemm".to_owned(), reason: e.to_string() })?;
-                Ok(start.address.get_or_init(|| resource.resource().at) + start.offset)
-            }
-        };
+    const NARROW: bool = true;
+
+    fn gemm(client: &ComputeClient<Self>, call: &Call, at: &Starts<'_>, branch: usize) -> Result<bool, Error> {
+        let address = |start: &Start<'_>| address(client, start);
         let at =
             Addresses { a: address(&at.a)?, b: address(&at.b)?, added: address(&at.added)?, out: address(&at.out)? };
         let by = StreamId::current();
@@ -191,11 +204,13 @@ impl Gemm for Cuda {
             if slot.is_none() {
                 let sm = (10 * gpu.capability.0 + gpu.capability.1) as u32;
                 let library = Library::open(sm, |need| shared.out_of_memory(need))?;
-                shared.hold(library.workspace(), cublaslt::WORKSPACE as u64);
+                for workspace in library.workspaces() {
+                    shared.hold(workspace, cublaslt::WORKSPACE as u64);
+                }
                 *slot = Some(library);
             }
             let library = slot.as_mut().expect("it was opened when it was not");
-            let launched = library.launch(call, &at, &gpu.stream)?;
+            let launched = library.launch(call, &at, shared.stream()?, branch)?;
             shared.launches.fetch_add(u64::from(launched), Ordering::Relaxed);
             Ok(launched)
         })
@@ -214,7 +229,10 @@ impl Gemm for Cuda {
 
 /// The kernels of its own products stand in for the library's, which nobody compiles.
 impl Gemm for Offline {
-    fn gemm(_: &ComputeClient<Self>, _: &Call, _: &Starts<'_>) -> Result<bool, Error> {
+    /// So that the kernel that makes such factors is compiled.
+    const NARROW: bool = true;
+
+    fn gemm(_: &ComputeClient<Self>, _: &Call, _: &Starts<'_>, _: usize) -> Result<bool, Error> {
         Ok(false)
     }
 
@@ -226,7 +244,9 @@ impl Gemm for Offline {
 }
 
 impl Gemm for WgpuRuntime {
-    fn gemm(_: &ComputeClient<Self>, _: &Call, _: &Starts<'_>) -> Result<bool, Error> {
+    const NARROW: bool = false;
+
+    fn gemm(_: &ComputeClient<Self>, _: &Call, _: &Starts<'_>, _: usize) -> Result<bool, Error> {
         Ok(false)
     }
 

@@ -27,6 +27,7 @@ impl Key {
         let precision = match call.precision {
             Precision::Full => "f32",
             Precision::Tf32 => "tf32",
+            Precision::Bf16 if call.narrow => "bf16 stored",
             Precision::Bf16 => "bf16",
         };
         let stored = |transposed: bool| if transposed { "transposed" } else { "plain" };
@@ -77,6 +78,7 @@ mod tests {
 
     const CALL: Call = Call {
         precision: Precision::Tf32,
+        narrow: false,
         batch: 2,
         m: 4096,
         k: 768,

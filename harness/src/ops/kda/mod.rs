@@ -177,6 +177,10 @@ impl Operation for KdaOp {
         cases
     }
 
+    fn production() -> Vec<Case<Config>> {
+        vec![case((8, 512, 12, 64, 64), RECURRENT, (64, Memory::Recompute), "init", &["final_state"])]
+    }
+
     fn strategy() -> BoxedStrategy<Case<Config>> {
         let form = prop_oneof![
             Just(RECURRENT),

@@ -176,6 +176,90 @@ fn a_table_on_the_host_gives_the_bits_of_one_on_the_device() {
     }
 }
 
+/// With one step the host's Adam has the bits of a table beside the other parameters, which the test above shows.
+#[test]
+fn a_table_on_the_host_that_waits_four_steps_moves_in_every_fourth_alone_and_resumes_to_the_bit() {
+    let mut config = with_memory(Engram::Host, 2, 16);
+    assert_eq!(config.optimizer.host_adam_every_steps, 1);
+    (config.model.engram_rows, config.optimizer.host_adam_every_steps) = (64, 4);
+    // The third step is skipped, and so is one of the last window.
+    let advance = |learner: &mut ModelLearner<Reference<f32>>, step: u64| {
+        let weight = if [2, 10].contains(&step) { f64::NAN } else { 0.5 };
+        learner.upload(&learner.loss_weight, &[weight]).expect("a weight uploads");
+        run(learner, &config, step..step + 1)
+    };
+    let mut straight = learner::<f32>(&config);
+    let mut states = vec![straight.export().expect("it exports")];
+    states.extend((0..12).map(|step| advance(&mut straight, step)));
+    let table = |state: &State| state.table.clone().expect("a table on the host");
+    let mut touched = vec![0u32; 3 * 64];
+    let plan = KeyPlan::of(&config).expect("the memory is on");
+    let mut named = std::collections::BTreeSet::new();
+    for (step, pair) in states.windows(2).enumerate() {
+        let moves = (step + 1) % 4 == 0;
+        assert_eq!(table(&pair[0]) != table(&pair[1]), moves, "step {step}");
+        assert_eq!(pair[1].optimizer.contains_key("engram.waiting"), !moves, "step {step}");
+        if ![2, 10].contains(&step) {
+            named.extend(plan.keys(batch(&config, step as u64).ids().view(), None).rows);
+            // The weights do not wait.
+            assert_ne!(pair[0].weights["embedding"], pair[1].weights["embedding"], "step {step}");
+        }
+        if moves {
+            // Once for each row, however many steps have named it.
+            named.iter().for_each(|&row| touched[row as usize] += 1);
+            named.clear();
+            assert_eq!(table(&pair[1]).counts(), touched, "step {step}");
+        }
+    }
+    for done in 0..12 {
+        let mut resumed = learner::<f32>(&Config { seed: 77, ..config.clone() });
+        resumed.import(&states[done]).expect("it imports");
+        assert_eq!(resumed.export().expect("it exports"), states[done], "after {done}");
+        let last = (done as u64..12).map(|step| advance(&mut resumed, step)).last();
+        assert_eq!(last.as_ref(), states.last(), "from {done}");
+    }
+    // A learner that has gone on forgets what waited when it takes up a checkpoint.
+    let mut other = learner::<f32>(&config);
+    advance(&mut other, 0);
+    other.import(&states[8]).expect("it imports");
+    assert_eq!((8..12).map(|step| advance(&mut other, step)).last().as_ref(), states.last());
+    // What waits for the host cannot move to the device; what does not can.
+    let mut device = learner::<f32>(&with_memory_of(&config, Engram::Device));
+    let error = device.import(&states[6]).expect_err("it waits").to_string();
+    assert!(error.contains("wait for a table on the host"), "{error}");
+    device.import(&states[8]).expect("nothing waits");
+}
+
+/// Two steps of one gradient sum to twice of it: the first has no rate and no retraction, so nothing moves between them.
+#[test]
+fn what_waits_is_the_sum_of_the_steps_and_not_the_last_of_them() {
+    let moments = |every: u64, steps: u64| {
+        let mut config = with_memory(Engram::Host, 2, 16);
+        (config.optimizer.host_adam_every_steps, config.optimizer.retract_every_steps) = (every, 1000);
+        let mut learner = learner::<f32>(&config);
+        for step in 0..steps {
+            let rate = if step + 1 == steps { 1e-3 } else { 0.0 };
+            learner.step(&Batch { step, ..batch(&config, 0) }, rate).expect("a step");
+        }
+        let table = learner.export().expect("it exports").table.expect("a table on the host");
+        let [_, m, v] = table.buffers().map(<[f32]>::to_vec);
+        (m, v)
+    };
+    let ((m, v), (once_m, once_v)) = (moments(2, 2), moments(1, 1));
+    assert!(once_m.iter().any(|&x| x != 0.0));
+    // Twice and four times are exact.
+    for (i, (m, once)) in m.iter().zip(&once_m).enumerate() {
+        assert_eq!((*m, v[i]), (2.0 * once, 4.0 * once_v[i]), "element {i}");
+    }
+}
+
+/// The same run with its table elsewhere, which does not wait.
+fn with_memory_of(config: &Config, engram: Engram) -> Config {
+    let mut config = config.clone();
+    (config.model.engram, config.optimizer.host_adam_every_steps) = (engram, 1);
+    config
+}
+
 fn facts(config: &Config, next_step: u64) -> Facts {
     Facts {
         next_step,
@@ -211,7 +295,7 @@ fn a_table_on_the_host_is_saved_with_its_step_and_read_back() {
     for file in ["weights.safetensors", "optimizer.safetensors"] {
         std::fs::copy(other.join(file), path.join(file)).expect("a copy");
     }
-    std::fs::write(path.join("manifest.json"), serde_json::to_string(&manifest).expect("JSON")).expect("it writes");
+    std::fs::write(path.join("manifest.json"), checkpoint::sealed(&manifest)).expect("it writes");
     let error = checkpoint::load(&path).expect_err("another step").to_string();
     assert!(error.contains("belongs to step 4, the checkpoint to step 2"), "{error}");
     // What is not finite in the table is named, so it is never saved.

@@ -1,0 +1,519 @@
+//! Arm `fused` with silu at tf32 and bf16: the hidden rows `[E, N, F]` are never in memory. Four launches forward, eight
+//! backward.
+//!
+//! | launch | kernel | reads | writes |
+//! |---|---|---|---|
+//! | `expert::a` | product | u, U of up | a of up `[E, N, R]` |
+//! | `expert::pack` | [`pack`](super::pack) | V of up, U of down, U of up | the same packed; U of up as `[D, E, R]` |
+//! | `expert::forward` | [`chain`](super::chain) | a of up, V of up and U of down once a cube | a of down and a s of down |
+//! | `expert::y` | product | a s and V of down | y `[E, N, D]` |
+//! | `expert::b` | product | dy, V of down | b of down `[E, N, R]` |
+//! | `expert::pack` | pack | a of up, b of down | a s and b s, packed |
+//! | `expert::tokens` | chain | these and the packed V and U once a cube | b s of up `[N, E, R]`, parts of both ds |
+//! | `expert::du` | product | b s of up, `[D, E, R]` of U of up, plus | du |
+//! | `expert::p` | product | u, b s of up | dU of up, added |
+//! | `expert::hidden` | chain | the packed V and U, a s and b s once a cube | parts of dV of up and dU of down |
+//! | `expert::q` | product | dy, a s of down | dV of down, added |
+//! | `expert::dparams` | pack | the parts | dV of up, dU of down, both ds, added |
+//!
+//! Instead of 2 N F elements an expert forward and 5 N F backward in f32 these pass some rows of R. A cube of tokens reads
+//! all packed factors of its expert from L2, 0.5 MB forward at F 2048 and R 64 in bf16, and 0.75 MB backward; a cube of
+//! hidden rows reads four forms of its part of the tokens. So a cube has as many rows as leave no multiprocessor idle. s multiplies a and b where they have one row a token and are read anyway, so no factor is ever scaled; and the
+//! sum over tokens of a b is ds, in f32 and without a product of matrices.
+
+use cubecl::prelude::*;
+use dormouse_reference::{Precision, Result};
+
+use super::chain::{self, Kind, Plan};
+use super::fused::batch;
+use super::pack::{Packed, Turned, finish, pack};
+use super::{Backward, Call, STEM, Sizes, down, up};
+use crate::arm::Arm;
+use crate::device::Device;
+use crate::kda::tile::Math;
+use crate::launch::Grid;
+use crate::matmul::{Matrix, Plus, Product, matrix, product, stack};
+use crate::runtime::Engine;
+use crate::tensor::{Floats, Tensor, Words};
+
+/// The largest rank: with more, the rows of factors and results do not fit a unit's registers.
+const WIDEST: usize = 64;
+
+/// Parts that the tokens are cut into for the gradients of V and U, so that there are more cubes.
+const PARTS: usize = 4;
+
+/// What forward keeps of the maps.
+pub(super) struct Saved {
+    plans: Plans,
+    /// u U of up, `[E, N, R]`.
+    up_a: Tensor,
+    /// act U of down, `[E, N, R]`, and the same times s.
+    down_a: Tensor,
+    down_as: Tensor,
+    /// V of up and U of down.
+    factors: [Packed; 2],
+    /// U of up, `[D, E, R]`.
+    side: Tensor,
+}
+
+/// The three chains of a call.
+#[derive(Clone, Copy)]
+pub(super) struct Plans {
+    forward: Plan,
+    tokens: Plan,
+    hidden: Plan,
+}
+
+impl Plans {
+    /// None where the chains do not compute the call: in full precision, whose products must not round, above a rank of
+    /// [`WIDEST`], and on a device whose shared memory is too small.
+    pub fn new<R: Engine>(b: &Device<R>, sizes: &Sizes) -> Option<Self> {
+        if sizes.precision == Precision::Full || sizes.rank > WIDEST {
+            return None;
+        }
+        let math = Math { precision: sizes.precision, cuda: b.matrix_units() };
+        let rank = sizes.rank.next_multiple_of(16);
+        let fits = |plans: &[Plan]| plans.iter().copied().find(|plan| plan.bytes() <= b.shared_memory());
+        let plan = |kind, groups, splits, columns, span| Plan { kind, rank, groups, splits, columns, span, math };
+        if math.cuda {
+            // Tokens: 96 rows a cube make 129 cubes of 4096 tokens and 3 experts, hidden rows: 192 make 132 with the
+            // parts, and an H200 has 132 multiprocessors. So there is one cube on each, with as many units as have
+            // registers: 85 of them for a unit at 768 units, 170 at 384.
+            let forward = if sizes.precision == Precision::Bf16 { (4, 128) } else { (2, 64) };
+            Some(Self {
+                forward: fits(&[plan(Kind::Forward, 6, forward.0, forward.1, 32)])?,
+                tokens: fits(&[plan(Kind::Tokens, 6, 2, 64, 32)])?,
+                hidden: fits(&[plan(Kind::Hidden, 12, 1, 32, 16)])?,
+            })
+        } else {
+            // The software driver has 32 KiB; as many groups, splits and spans as the tests should see.
+            let small = |kind| fits(&[plan(kind, 2, 2, 64, 16), plan(kind, 1, 2, 32, 16), plan(kind, 1, 1, 16, 16)]);
+            Some(Self { forward: small(Kind::Forward)?, tokens: small(Kind::Tokens)?, hidden: small(Kind::Hidden)? })
+        }
+    }
+}
+
+/// y.
+pub(super) fn forward<R: Engine>(b: &Device<R>, plans: Plans, call: &Call<'_>, y: &Tensor) -> Result<Saved> {
+    const NAME: &str = "expert::forward";
+    let Call { u, params, sizes } = *call;
+    let Sizes { experts, rows, width, hidden, rank, precision } = sizes;
+    let short_rows = [experts, rows, rank];
+    let [up_a, down_a, down_as] =
+        [b.float_scratch(&short_rows)?, b.float_scratch(&short_rows)?, b.float_scratch(&short_rows)?];
+    let up_u = stack(&params.up_u, width, rank).plain();
+    let out = stack(&up_a, rows, rank);
+    product(b, Arm::Fused, &batch("expert::a", &sizes, [rows, width, rank], matrix(u, width).plain(), up_u, out))?;
+
+    let plan = plans.forward;
+    let side = b.float_scratch(&[width, experts, rank])?;
+    let turned = Turned { from: &params.up_u, to: &side, rows: width };
+    let factors = [&params.up_v, &params.down_u];
+    let factors = pack(b, "expert::pack", factors, None, Some(&turned), plan.rank, precision)?;
+    let cubes = experts * rows.div_ceil(plan.rows());
+    let [v, u_] = [&factors[0].by_rank, &factors[1].by_row];
+    let uses = [&up_a, &params.up_s, &params.down_s, v, u_, &down_a, &down_as];
+    let bytes = 3 * up_a.bytes() + params.up_s.bytes() + params.down_s.bytes() + v.bytes() + u_.bytes();
+    let mutant = b.mutant(STEM);
+    b.launch(NAME, Grid::cubes(cubes, plan.units() as u32), bytes, &uses, |client, count, dim| {
+        let [up_a, up_s, down_s, down_a, down_as] =
+            [&up_a, &params.up_s, &params.down_s, &down_a, &down_as].map(|t| b.floats(t));
+        // SAFETY: the tensors have the sizes that go along; rows, columns and ranks that do not exist are not touched.
+        unsafe {
+            forward_kernel::launch_unchecked::<R>(
+                client,
+                count,
+                dim,
+                up_a,
+                up_s,
+                down_s,
+                b.words(v),
+                b.words(u_),
+                down_a,
+                down_as,
+                cubes as u32,
+                rows,
+                hidden,
+                rank,
+                plan,
+                mutant,
+            )
+        }
+    })?;
+    let short = stack(&down_as, rows, rank).plain();
+    let down_v = stack(&params.down_v, width, rank).transposed();
+    let out = stack(y, rows, width);
+    product(b, Arm::Fused, &batch("expert::y", &sizes, [rows, rank, width], short, down_v, out))?;
+    Ok(Saved { plans, up_a, down_a, down_as, factors, side })
+}
+
+/// du; the gradients of the parameters are added to what `call` names.
+pub(super) fn backward<R: Engine>(b: &Device<R>, call: &Backward<'_>, kept: &Saved) -> Result<()> {
+    let plans = kept.plans;
+    let Backward { call: Call { u, params, sizes }, dy, plus, ref into, du } = *call;
+    let Sizes { experts, rows, width, rank, precision, .. } = sizes;
+    let mutant = b.mutant(STEM);
+    let (up_into, down_into) = (up(into), down(into));
+
+    let down_b = b.float_scratch(&[experts, rows, rank])?;
+    let grad = stack(dy, rows, width);
+    let down_v = stack(&params.down_v, width, rank).plain();
+    let out = stack(&down_b, rows, rank);
+    product(b, Arm::Fused, &batch("expert::b", &sizes, [rows, width, rank], grad.plain(), down_v, out))?;
+    let scales = Some([&params.up_s, &params.down_s]);
+    let short_rows = pack(b, "expert::pack", [&kept.up_a, &down_b], scales, None, plans.tokens.rank, precision)?;
+
+    let up_bs = b.float_scratch(&[rows, experts, rank])?;
+    let ds_parts = through_tokens(b, call, kept, &short_rows, &down_b, &up_bs)?;
+    let terms = experts * rank;
+    let for_u = Product {
+        name: "expert::du",
+        batch: 1,
+        m: rows,
+        k: if mutant == 14 { terms - rank } else { terms },
+        n: width,
+        a: matrix(&up_bs, terms).plain(),
+        b: matrix(&kept.side, terms).transposed(),
+        plus: plus.filter(|_| mutant != 8).map_or(Plus::Nothing, Plus::Matrix),
+        out: matrix(du, width),
+        precision,
+    };
+    product(b, Arm::Fused, &for_u)?;
+    let short = Matrix { tensor: &up_bs, row: terms, next: rank }.plain();
+    let out = stack(up_into.u, width, rank);
+    let for_p = Product {
+        plus: Plus::Destination,
+        ..batch("expert::p", &sizes, [width, rows, rank], matrix(u, width).transposed(), short, out)
+    };
+    product(b, Arm::Fused, &for_p)?;
+
+    let [dv_parts, du_parts] = through_hidden(b, call, kept, &short_rows)?;
+    let short = stack(&kept.down_as, rows, rank).plain();
+    let out = stack(down_into.v, width, rank);
+    let for_q = Product {
+        plus: Plus::Destination,
+        ..batch("expert::q", &sizes, [width, rows, rank], grad.transposed(), short, out)
+    };
+    product(b, Arm::Fused, &for_q)?;
+    finish(b, [&dv_parts, &du_parts, &ds_parts], [up_into.v, down_into.u, up_into.s, down_into.s])
+}
+
+/// Writes b s of up; returns parts of the ds of up and of down, `[tiles, 2, E, R]`.
+fn through_tokens<R: Engine>(
+    b: &Device<R>,
+    call: &Backward<'_>,
+    kept: &Saved,
+    short_rows: &[Packed; 2],
+    down_b: &Tensor,
+    up_bs: &Tensor,
+) -> Result<Tensor> {
+    let plan = kept.plans.tokens;
+    let Call { params, sizes, .. } = call.call;
+    let Sizes { experts, rows, hidden, rank, .. } = sizes;
+    let tiles = rows.div_ceil(plan.rows());
+    let parts = b.float_scratch(&[tiles, 2, experts, rank])?;
+    let words = [&short_rows[0].by_rank, &short_rows[1].by_rank, &kept.factors[0].by_rank, &kept.factors[1].by_rank];
+    let by_column = &kept.factors[0].by_row;
+    let floats = [&kept.up_a, &params.up_s, down_b, &kept.down_a, up_bs, &parts];
+    let mut uses = words.to_vec();
+    uses.push(by_column);
+    uses.extend(floats);
+    let bytes = uses.iter().map(|t| t.bytes()).sum();
+    let cubes = experts * tiles;
+    let mutant = b.mutant(STEM);
+    b.launch("expert::tokens", Grid::cubes(cubes, plan.units() as u32), bytes, &uses, |client, count, dim| {
+        let [up_as, down_bs, v, u] = words.map(|t| b.words(t));
+        let [up_a, up_s, down_b, down_a, up_bs, parts] = floats.map(|t| b.floats(t));
+        // SAFETY: the tensors have the sizes that go along; rows, columns and ranks that do not exist are not touched.
+        unsafe {
+            tokens_kernel::launch_unchecked::<R>(
+                client,
+                count,
+                dim,
+                up_as,
+                down_bs,
+                v,
+                u,
+                b.words(by_column),
+                up_a,
+                up_s,
+                down_b,
+                down_a,
+                up_bs,
+                parts,
+                cubes as u32,
+                experts,
+                rows,
+                hidden,
+                rank,
+                plan,
+                mutant,
+            )
+        }
+    })?;
+    Ok(parts)
+}
+
+/// Parts of dV of up and dU of down, `[parts, E, F, R]`.
+fn through_hidden<R: Engine>(
+    b: &Device<R>,
+    call: &Backward<'_>,
+    kept: &Saved,
+    short_rows: &[Packed; 2],
+) -> Result<[Tensor; 2]> {
+    let plan = kept.plans.hidden;
+    let Sizes { experts, rows, hidden, rank, .. } = call.call.sizes;
+    let chunks = rows.div_ceil(plan.columns);
+    let parts = PARTS.min(chunks);
+    let shape = [parts, experts, hidden, rank];
+    let out = [b.float_scratch(&shape)?, b.float_scratch(&shape)?];
+    let [v, u] = &kept.factors;
+    let [a, b_] = short_rows;
+    let words = [&v.by_rank, &u.by_rank, &a.by_rank, &b_.by_rank, &a.by_row, &b_.by_row];
+    let mut uses = words.to_vec();
+    uses.extend(&out);
+    let bytes = uses.iter().map(|t| t.bytes()).sum();
+    let cubes = parts * experts * hidden.div_ceil(plan.rows());
+    let mutant = b.mutant(STEM);
+    b.launch("expert::hidden", Grid::cubes(cubes, plan.units() as u32), bytes, &uses, |client, count, dim| {
+        let [v, u, a_by_rank, b_by_rank, a_by_row, b_by_row] = words.map(|t| b.words(t));
+        let [dv, du] = [&out[0], &out[1]].map(|t| b.floats(t));
+        // SAFETY: the tensors have the sizes that go along; rows, columns and ranks that do not exist are not touched.
+        unsafe {
+            hidden_kernel::launch_unchecked::<R>(
+                client,
+                count,
+                dim,
+                v,
+                u,
+                a_by_rank,
+                b_by_rank,
+                a_by_row,
+                b_by_row,
+                dv,
+                du,
+                cubes as u32,
+                experts,
+                hidden,
+                rows,
+                rank,
+                chunks,
+                chunks.div_ceil(parts),
+                plan,
+                mutant,
+            )
+        }
+    })?;
+    Ok(out)
+}
+
+/// a of down, and the same times s, `[E, N, R]`. A cube is some tokens of an expert; cubes of an expert lie together.
+///
+/// Mutant 1 leaves out s.
+#[cube(launch_unchecked)]
+fn forward_kernel(
+    up_a: &Floats,
+    up_s: &Floats,
+    down_s: &Floats,
+    v: &Words,
+    u: &Words,
+    down_a: &mut Floats,
+    down_as: &mut Floats,
+    cubes: u32,
+    rows: usize,
+    hidden: usize,
+    rank: usize,
+    #[comptime] plan: Plan,
+    #[comptime] mutant: u32,
+) {
+    let cube = CUBE_POS;
+    if cube >= cubes as usize {
+        terminate!();
+    }
+    let tiles = rows.div_ceil(comptime!(plan.rows()));
+    let (e, first) = (cube / tiles, cube % tiles * comptime!(plan.rows()));
+    let mut work = chain::begin(plan);
+    chain::hold_scaled(&mut work, up_a, up_s, e, first, rows, rank, plan);
+    let chunks = hidden.div_ceil(comptime!(plan.columns));
+    chain::pass(&mut work, v, v, u, u, e, hidden, 0usize, chunks, plan, mutant);
+    chain::combine(&mut work.words, &mut work.second, plan);
+    let (part, _) = chain::part_and_row(plan);
+    if part == 0 {
+        #[unroll]
+        for i in 0..comptime!(plan.result()) {
+            let row = first + chain::row(i, plan);
+            let r = chain::column(i);
+            if row < rows && r < rank {
+                let at = (e * rows + row) * rank + r;
+                let sum = work.second[i];
+                let mut scale = down_s.at(e * rank + r);
+                if comptime!(mutant == 1) {
+                    scale = 1.0f32;
+                }
+                down_a.set(at, sum);
+                down_as.set(at, sum * scale);
+            }
+        }
+    }
+}
+
+/// b s of up, `[N, E, R]`, and the cube's tokens' part of a b of both maps, `[tiles, 2, E, R]`. Cubes as in forward.
+///
+/// Mutants: 2 leaves out s, 5 multiplies ds with s, 6 leaves the last token out of ds.
+#[cube(launch_unchecked)]
+fn tokens_kernel(
+    up_as: &Words,
+    down_bs: &Words,
+    v: &Words,
+    u: &Words,
+    v_by_column: &Words,
+    up_a: &Floats,
+    up_s: &Floats,
+    down_b: &Floats,
+    down_a: &Floats,
+    up_bs: &mut Floats,
+    parts: &mut Floats,
+    cubes: u32,
+    experts: usize,
+    rows: usize,
+    hidden: usize,
+    rank: usize,
+    #[comptime] plan: Plan,
+    #[comptime] mutant: u32,
+) {
+    let cube = CUBE_POS;
+    if cube >= cubes as usize {
+        terminate!();
+    }
+    let tiles = rows.div_ceil(comptime!(plan.rows()));
+    let (e, tile) = (cube / tiles, cube % tiles);
+    let first = tile * comptime!(plan.rows());
+    let at = e * rows * comptime!(plan.wide());
+    let mut work = chain::begin(plan);
+    chain::hold(&mut work, up_as, at, first, rows, 0usize, plan);
+    chain::hold(&mut work, down_bs, at, first, rows, 1usize, plan);
+    let chunks = hidden.div_ceil(comptime!(plan.columns));
+    chain::pass(&mut work, v, u, v_by_column, v_by_column, e, hidden, 0usize, chunks, plan, mutant);
+    chain::combine(&mut work.words, &mut work.first, plan);
+    let mut counted = rows;
+    if comptime!(mutant == 6) {
+        counted = rows - 1;
+    }
+    let (part, _) = chain::part_and_row(plan);
+    if part == 0 {
+        #[unroll]
+        for i in 0..comptime!(plan.result()) {
+            let row = first + chain::row(i, plan);
+            let r = chain::column(i);
+            let sum = work.first[i];
+            let mut product = 0.0f32;
+            if row < rows && r < rank {
+                let mut scale = up_s.at(e * rank + r);
+                if comptime!(mutant == 2) {
+                    scale = 1.0f32;
+                }
+                up_bs.set((row * experts + e) * rank + r, sum * scale);
+                if row < counted {
+                    product = sum * up_a.at((e * rows + row) * rank + r);
+                }
+                if comptime!(mutant == 5) {
+                    product *= scale;
+                }
+            }
+            work.first[i] = product;
+        }
+    }
+    // What was combined has been read.
+    sync_cube();
+    if part == 0 {
+        chain::store(&mut work.words, &work.first, plan);
+    }
+    sum_rows(&work, parts, (tile * 2 * experts + e) * rank, rank, plan);
+    sync_cube();
+    if part == 0 {
+        #[unroll]
+        for i in 0..comptime!(plan.result()) {
+            let row = first + chain::row(i, plan);
+            let r = chain::column(i);
+            let mut product = 0.0f32;
+            if row < counted && r < rank {
+                let at = (e * rows + row) * rank + r;
+                product = down_b.at(at) * down_a.at(at);
+            }
+            work.first[i] = product;
+        }
+        chain::store(&mut work.words, &work.first, plan);
+    }
+    sum_rows(&work, parts, ((tile * 2 + 1) * experts + e) * rank, rank, plan);
+}
+
+/// Waits for what is being stored and writes the sums over its rows, in order, to `to` from `at` on.
+#[cube]
+fn sum_rows(work: &chain::Work, to: &mut Floats, at: usize, rank: usize, #[comptime] plan: Plan) {
+    sync_cube();
+    let units = comptime!(plan.units());
+    for step in 0..comptime!(plan.rank.div_ceil(units)) {
+        let r = step * units + UNIT_POS as usize;
+        if r < rank {
+            let mut sum = 0.0f32;
+            for row in 0..comptime!(plan.rows()) {
+                sum += f32::reinterpret(work.words[row * comptime!(plan.rank) + r]);
+            }
+            to.set(at + r, sum);
+        }
+    }
+}
+
+/// A part of dV of up and dU of down, `[parts, E, F, R]`. A cube is some of the F of an expert and `each` chunks of tokens.
+#[cube(launch_unchecked)]
+fn hidden_kernel(
+    v: &Words,
+    u: &Words,
+    a_by_rank: &Words,
+    b_by_rank: &Words,
+    a_by_row: &Words,
+    b_by_row: &Words,
+    dv: &mut Floats,
+    du: &mut Floats,
+    cubes: u32,
+    experts: usize,
+    hidden: usize,
+    tokens: usize,
+    rank: usize,
+    chunks: usize,
+    each: usize,
+    #[comptime] plan: Plan,
+    #[comptime] mutant: u32,
+) {
+    let cube = CUBE_POS;
+    if cube >= cubes as usize {
+        terminate!();
+    }
+    let tiles = hidden.div_ceil(comptime!(plan.rows()));
+    // Cubes of an expert and a part of the tokens lie together: they read the same.
+    let matrix = cube / tiles;
+    let (e, section) = (matrix % experts, matrix / experts);
+    let first = cube % tiles * comptime!(plan.rows());
+    let at = e * hidden * comptime!(plan.wide());
+    let mut work = chain::begin(plan);
+    chain::hold(&mut work, v, at, first, hidden, 0usize, plan);
+    chain::hold(&mut work, u, at, first, hidden, 1usize, plan);
+    let from = (section * each).min(chunks);
+    let to = (from + each).min(chunks);
+    chain::pass(&mut work, a_by_rank, b_by_rank, a_by_row, b_by_row, e, tokens, from, to, plan, mutant);
+    chain::combine(&mut work.words, &mut work.first, plan);
+    chain::combine(&mut work.words, &mut work.second, plan);
+    let (part, _) = chain::part_and_row(plan);
+    if part == 0 {
+        #[unroll]
+        for i in 0..comptime!(plan.result()) {
+            let row = first + chain::row(i, plan);
+            let r = chain::column(i);
+            if row < hidden && r < rank {
+                let at = (matrix * hidden + row) * rank + r;
+                dv.set(at, work.first[i]);
+                du.set(at, work.second[i]);
+            }
+        }
+    }
+}

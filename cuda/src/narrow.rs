@@ -1,0 +1,140 @@
+//! Operands of matrix products as bf16 in memory.
+//!
+//! Tensors are f32. A library that rounds f32 operands to bf16 on their way to the matrix units moves twice the bytes and
+//! has the speed of tf32, so operands of large products in bf16 are rounded once and stored in half the memory. What is
+//! computed is the same: operands rounded to nearest even, sums in f32.
+//!
+//! An operation's inputs are not written again before the step ends, and weights not before the optimiser, so a copy
+//! serves every product that reads the same rows: a cast a tensor and step. Copies of weights are dropped when something
+//! is about to write them ([`Device::outdated`]), copies of intermediates when the step ends. A copy made on one branch of
+//! a captured step is not seen by the branch beside it.
+
+use std::cell::RefCell;
+use std::sync::Arc;
+
+use cubecl::prelude::*;
+use dormouse_reference::{DType, Result, Tensors};
+
+use crate::device::Device;
+use crate::launch::Grid;
+use crate::runtime::Engine;
+use crate::tensor::{Buffer, Floats, Life, Tensor, WORD, Words};
+
+/// Allocations of up to so many elements are copied as a whole: the views of a flat buffer of parameters share a copy.
+const WHOLE: u64 = 1 << 25;
+
+/// Elements of a copy in 16 bytes.
+pub(crate) const EDGE: u64 = 8;
+
+/// Copies of the present step.
+#[derive(Default)]
+pub(crate) struct Copies(RefCell<Vec<Copy>>);
+
+struct Copy {
+    of: Arc<Buffer>,
+    start: u64,
+    end: u64,
+    /// Two elements to a word.
+    words: Tensor,
+}
+
+/// Where an operand's copy lies.
+pub(crate) struct Narrow {
+    /// The copy that holds it.
+    pub words: Tensor,
+    /// Bytes from the copy's start to the operand's.
+    pub offset: u64,
+}
+
+impl Copies {
+    /// Forgets all.
+    pub fn clear(&self) {
+        self.0.borrow_mut().clear();
+    }
+
+    /// How many there are.
+    pub fn count(&self) -> usize {
+        self.0.borrow().len()
+    }
+
+    /// Takes those away that were made since there were `count`.
+    pub fn hide_from(&self, count: usize) -> Hidden {
+        let mut copies = self.0.borrow_mut();
+        let count = count.min(copies.len());
+        Hidden(copies.split_off(count))
+    }
+
+    /// Brings hidden ones back.
+    pub fn show(&self, hidden: Hidden) {
+        self.0.borrow_mut().extend(hidden.0);
+    }
+}
+
+/// Copies of another branch.
+pub(crate) struct Hidden(Vec<Copy>);
+
+/// Rounds two elements into a word, to nearest even. One unit, one word. NaN stays NaN.
+#[cube(launch_unchecked)]
+fn narrow_kernel(x: &Floats, words: &mut Words, len: u32) {
+    let i = ABSOLUTE_POS;
+    let first = 2 * i;
+    if first < len as usize {
+        let low = half(x.at(first));
+        let mut high = 0u32;
+        if first + 1 < len as usize {
+            high = half(x.at(first + 1));
+        }
+        words.set(i, low | (high << 16));
+    }
+}
+
+/// The bits of the nearest bf16, the even one of two.
+#[cube]
+fn half(value: f32) -> u32 {
+    let bits = u32::reinterpret(value);
+    let mut result = (bits + 0x7fffu32 + ((bits >> 16) & 1u32)) >> 16;
+    if bits & 0x7fff_ffffu32 > 0x7f80_0000u32 {
+        // Rounding could carry a NaN to infinity; this one has no other bits.
+        result = 0x7fffu32;
+    }
+    result
+}
+
+impl<R: Engine> Device<R> {
+    /// An operand in bf16, at a multiple of 16 bytes wherever the operand itself starts.
+    pub(crate) fn narrow(&self, tensor: &Tensor) -> Result<Narrow> {
+        let (start, end) = (tensor.start, tensor.start + tensor.len() as u64);
+        let holds = |copy: &Copy| copy.start <= start && end <= copy.end && (start - copy.start).is_multiple_of(EDGE);
+        let found = |copy: &Copy| Arc::ptr_eq(&copy.of, &tensor.buffer) && holds(copy);
+        if let Some(copy) = self.copies().0.borrow().iter().find(|copy| found(copy)) {
+            return Ok(Narrow { words: copy.words.clone(), offset: (start - copy.start) * WORD / 2 });
+        }
+        let persistent = tensor.life == Life::Persistent;
+        let all = tensor.buffer.handle.size_in_used() / WORD;
+        let whole = persistent && all <= WHOLE && start.is_multiple_of(EDGE);
+        let of =
+            if whole { Tensor { start: 0, shape: [all as usize].into(), ..tensor.clone() } } else { tensor.clone() };
+        let words = self.scratch(&[of.len().div_ceil(2)], DType::U32)?;
+        let bytes = of.bytes() + words.bytes();
+        let uses = [&of, &words];
+        self.launch("narrow", Grid::units(words.len()), bytes, &uses, |client, count, dim| {
+            let (x, to) = (self.floats(&of), self.words(&words));
+            // SAFETY: a unit reads and writes below the lengths, or nothing.
+            unsafe { narrow_kernel::launch_unchecked::<R>(client, count, dim, x, to, of.len() as u32) }
+        })?;
+        let copy =
+            Copy { of: tensor.buffer.clone(), start: of.start, end: of.start + of.len() as u64, words: words.clone() };
+        let offset = (start - of.start) * WORD / 2;
+        self.copies().0.borrow_mut().push(copy);
+        Ok(Narrow { words, offset })
+    }
+
+    /// Drops the copies of what is about to be written.
+    pub(crate) fn outdated(&self, tensor: &Tensor) {
+        let (start, end) = (tensor.start, tensor.start + tensor.len() as u64);
+        self.copies()
+            .0
+            .borrow_mut()
+            .retain(|copy| !(Arc::ptr_eq(&copy.of, &tensor.buffer) && copy.start < end && start < copy.end));
+    }
+}
