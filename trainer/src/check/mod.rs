@@ -208,6 +208,14 @@ pub fn command(arguments: &CheckArgs) -> Result<()> {
         Word::Cpu | Word::Auto => {
             let open = |_| Ok(Reference::<f32>::new());
             let whole = OnceCell::new();
+            for math in arguments.precision.iter().filter(|math| **math != Math::F32) {
+                let why = "the reference computes in f32; give --backend cuda where there is a GPU";
+                say(&format!("{:<9} {:<6} {:<5} {:<24} NOTRUN {why}", "cpu", "-", math.word(), "all"));
+            }
+            if !arguments.precision.contains(&Math::F32) {
+                let problem = "check: --precision leaves nothing to run on the reference, which computes in f32";
+                bail!(ConfigError::Usage(problem.into()));
+            }
             let lab = Lab { open: &open, math: Math::F32, graphs: false, quick: arguments.quick, arm: None, whole };
             table(&lab, only, "cpu", "-")
         }

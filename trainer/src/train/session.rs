@@ -16,8 +16,8 @@ use crate::config::Config;
 use crate::data::{Data, KeyPlan, Prefetch, Segment};
 use crate::exit::{Exit, NonFiniteResult, NonFiniteStop};
 use crate::host;
-use crate::instruments::Engagement;
 use crate::instruments::bound::StepCost;
+use crate::instruments::{Engagement, Witness};
 use crate::progress::{Reporter, StepLine, gib, printable};
 use crate::run::{JsonLines, RunFolder};
 use crate::schedule::Schedule;
@@ -149,6 +149,9 @@ impl Session {
             }
             let index = done - start;
             let timed = self.watcher.before(&*self.learner, index);
+            if timed {
+                self.caught_up(|learner| Ok(learner.witness().map_or(Ok(()), Witness::wait)?))?;
+            }
             let step_began = Instant::now();
             let batch = batches.next_batch()?;
             self.learner.step(&batch, self.schedule.lr_at(done, total))?;
@@ -182,13 +185,22 @@ impl Session {
         self.finish(done, stop)
     }
 
+    /// Lets the device catch up. The host is ahead of it, so the wait is part of the steps so far.
+    fn caught_up<T>(&mut self, wait: impl FnOnce(&mut dyn Learner) -> anyhow::Result<T>) -> anyhow::Result<T> {
+        let began = Instant::now();
+        let result = wait(&mut *self.learner)?;
+        let waited = began.elapsed();
+        if self.window.steps > 0 {
+            self.window.time += waited;
+        }
+        self.watcher.waited(waited);
+        Ok(result)
+    }
+
     /// Reads the learner's records, writes their lines and looks at the latch.
     fn log(&mut self, done: u64) -> anyhow::Result<()> {
-        let waiting = Instant::now();
-        let records = self.learner.drain()?;
+        let records = self.caught_up(|learner| learner.drain())?;
         if self.window.steps > 0 {
-            // The host is ahead of the device; what it waits for here is part of the steps so far.
-            self.window.time += waiting.elapsed();
             self.window.mean = self.window.time / self.window.steps;
         }
         (self.window.steps, self.window.time) = (0, Duration::ZERO);

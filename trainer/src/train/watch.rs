@@ -111,6 +111,13 @@ impl Watcher {
         }
     }
 
+    /// The device has caught up with the steps so far, and the host waited for it.
+    pub fn waited(&mut self, time: Duration) {
+        if self.steps > 0 {
+            self.time += time;
+        }
+    }
+
     /// What happened since the last step belongs to none.
     pub fn outside(&mut self, learner: &dyn Learner) {
         if let Some(atlas) = &mut self.atlas {
