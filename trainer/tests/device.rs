@@ -343,7 +343,7 @@ fn plain_kernels_for_want_of_a_receipt_are_counted_as_declined() {
     }
 }
 
-/// The host takes row gradients every fourth step, in the stage of the atlas that is there for it, and a run that stops
+/// The host takes row gradients every third step, in the stage of the atlas that is there for it, and a run that stops
 /// between goes on to the bit.
 #[test]
 fn a_table_on_the_host_waits_for_steps_on_kernels_too() {
@@ -351,9 +351,9 @@ fn a_table_on_the_host_waits_for_steps_on_kernels_too() {
         return;
     }
     let place = Place::new();
-    let more = ["--unverified", "--set", "model.engram=host", "--host-adam-every", "4"];
+    let more = ["--unverified", "--set", "model.engram=host", "--host-adam-every", "3"];
     place.run(&train("whole", &[&more[..], &["--atlas", "atlas.tsv"]].concat())).expect(0, &["UNVERIFIED"]);
-    place.run(&train("half", &[&more[..], &["--stop-at-step", "6"]].concat())).expect(0, &["UNVERIFIED"]);
+    place.run(&train("half", &[&more[..], &["--stop-at-step", "4"]].concat())).expect(0, &["UNVERIFIED"]);
     assert!(state(&place, "half").optimizer.contains_key("engram.waiting"));
     place.run(&["train", "--resume", "runs/half"]).expect(0, &["UNVERIFIED"]);
     assert_eq!(state(&place, "half"), state(&place, "whole"));
@@ -362,7 +362,7 @@ fn a_table_on_the_host_waits_for_steps_on_kernels_too() {
     let rows = atlas.lines().map(|line| line.split('\t').collect::<Vec<_>>());
     let waits: Vec<Vec<&str>> = rows.filter(|row| row.get(1) == Some(&"host table") && row[7] != "0").collect();
     let steps: std::collections::BTreeSet<&str> = waits.iter().map(|row| row[0]).collect();
-    assert_eq!(steps.into_iter().collect::<Vec<_>>(), ["4", "8"], "{waits:?}");
+    assert_eq!(steps.into_iter().collect::<Vec<_>>(), ["3", "6"], "{waits:?}");
     // One read of the gradients and one of the records.
     assert!(waits.iter().all(|row| (row[3], row[7]) == ("download", "2")), "{waits:?}");
 }
