@@ -111,7 +111,7 @@ impl Shared {
         Ok(if waited { Written::Waited } else { Written::Queued })
     }
 
-    /// Waits until the device is at most [`AHEAD`] replayed steps behind.
+    /// Waits until the device is at most `AHEAD` replayed steps behind.
     pub fn wait_for_steps_before(&self) -> Result<(), Error> {
         let mut steps = lock(&self.steps);
         while steps.len() >= AHEAD {
