@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use crate::backend::{Facts, settle};
 use crate::cli::BenchArgs;
 use crate::config::{Config, ConfigError, Rule, resolve};
-use crate::data::{Data, KeyPlan, Prefetch};
+use crate::data::{Data, Prefetch};
 use crate::history::{self, COLD_STEPS, NONE, Row};
 use crate::host;
 use crate::instruments::bound::StepCost;
@@ -137,15 +137,7 @@ fn measure(config: &Config, steps: u64, build: Build) -> Result<Measured> {
     let data = Data::open(config)?;
     let mut learner = build(config)?;
     let price = learner.witness().map(Witness::launch_price).transpose()?.flatten();
-    let mut batches = Prefetch::start(
-        data.corpus.clone(),
-        data.train.clone(),
-        config.train.batch_rows,
-        0..steps + DEVICE_STEPS,
-        config.train.overfit_one_batch,
-        KeyPlan::of(config),
-    )
-    .context("bench: cannot start the batch worker")?;
+    let mut batches = data.prefetch(config, 0..steps + DEVICE_STEPS)?;
     let mut times = Vec::new();
     let mut from = Counts::default();
     for step in 0..steps {

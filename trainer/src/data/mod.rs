@@ -18,9 +18,11 @@ pub use spans::{FIRST_START, MASKED_SHARE, SPAN_BYTES, span_mask, start_probabil
 pub use split::{Segment, block_len, held_out_blocks, split};
 pub use windows::{EvalWindows, TrainWindows, Window, permute};
 
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use anyhow::Context;
 use ndarray::{Array2, ArrayView2};
 
 use crate::config::{Config, JepaMode, TrainConfig};
@@ -169,6 +171,17 @@ impl Data {
     /// The batch of step `step`: a pure function of the corpus, the seed and the step.
     pub fn batch(&self, step: u64, rows: usize) -> Result<Batch, DataError> {
         read_batch(&self.corpus, &self.train, step, rows)
+    }
+
+    /// Starts the workers that read a run's batches of `steps`.
+    ///
+    /// # Errors
+    /// The system starts no thread.
+    pub fn prefetch(&self, config: &Config, steps: Range<u64>) -> anyhow::Result<Prefetch> {
+        let (corpus, train) = (self.corpus.clone(), self.train.clone());
+        let (rows, one_batch) = (config.train.batch_rows, config.train.overfit_one_batch);
+        let started = Prefetch::start(corpus, train, rows, steps, one_batch, KeyPlan::of(config));
+        started.context("data: cannot start the batch workers")
     }
 
     /// The batch that a run trains on in step `step`: with `train.overfit_one_batch` the bytes of the first.

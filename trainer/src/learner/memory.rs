@@ -47,8 +47,6 @@ pub(super) struct MemoryPart<B: Backend> {
     /// `[sets 3 b t]`: set after set, for every part its places by row.
     parts: B::Tensor,
     place: Place<B>,
-    /// The steps that a table on the host waits for.
-    window: Option<Window<B>>,
 }
 
 /// The rows of a batch that lie in the flat buffer while its table is on the host.
@@ -70,8 +68,13 @@ enum Place<B: Backend> {
         /// `[3 R]` of `u32`: applied updates of every row.
         counts: B::Tensor,
     },
-    /// Shared with the checkpoint that is being written, if one is.
-    Host(Arc<HostTable>),
+    /// In host memory.
+    Host {
+        /// Shared with the checkpoint that is being written, if one is.
+        table: Arc<HostTable>,
+        /// The steps that the table waits for.
+        window: Window<B>,
+    },
 }
 
 /// The operations that a backend needs for a memory.
@@ -160,19 +163,15 @@ impl<B: Backend> MemoryPart<B> {
                 let table = Table::of(config);
                 let values = table.get(MEMORY_TABLE).initial_values(config.seed);
                 let made = HostTable::create(ORDERS * config.model.engram_rows, config.model.engram_width, values);
-                Place::Host(Arc::new(made.map_err(|bytes| refused(config, bytes))?))
+                let table = Arc::new(made.map_err(|bytes| refused(config, bytes))?);
+                let room = resident(config).get(MEMORY_TABLE).shape[0];
+                let window = Window::new(b, config.optimizer.host_adam_every_steps, [room, config.model.engram_width])?;
+                Place::Host { table, window }
             }
             _ => Place::Device { order: ids(&[touched])?, counts: ids(&[ORDERS * config.model.engram_rows])? },
         };
-        let window = match place {
-            Place::Device { .. } => None,
-            Place::Host(_) => {
-                let room = resident(config).get(MEMORY_TABLE).shape[0];
-                Some(Window::new(b, config.optimizer.host_adam_every_steps, [room, config.model.engram_width])?)
-            }
-        };
         let (shape, rows, parts) = ([rows, t], ids(&[all])?, ids(&[all])?);
-        Ok(Some(Self { plan, width: config.model.engram_width, shape, rows, parts, place, window }))
+        Ok(Some(Self { plan, width: config.model.engram_width, shape, rows, parts, place }))
     }
 
     /// Brings the keys of a batch to the device, and with a table on the host its rows; gives their names then.
@@ -198,7 +197,7 @@ impl<B: Backend> MemoryPart<B> {
                 upload_ids(b, &keys.order, order)?;
                 Ok(None)
             }
-            Place::Host(table) => {
+            Place::Host { table, .. } => {
                 // Where every row gets a gradient, the batch has come with their order.
                 let order = if touched == all {
                     Cow::Borrowed(&keys.order)
@@ -261,15 +260,13 @@ impl<B: Backend> MemoryPart<B> {
 
     /// Moves the rows of a table on the host by the sums of their gradients; nothing waits after that.
     fn update_host(&mut self, config: &row_adam::Config, sums: Sums, lr: f64) -> Result<()> {
-        let Place::Host(table) = &mut self.place else { return Ok(()) };
+        let Place::Host { table, window } = &mut self.place else { return Ok(()) };
         let (unique, grads) = sums.take(self.width)?;
         // A checkpoint that still holds the table keeps its own copy.
         let table = Arc::make_mut(table);
         // The sums are scaled already, and steps that were skipped have no part in them.
         table.update(config, &Compact { unique, slots: Vec::new() }, grads.view(), [lr as f32, 1.0], true)?;
-        if let Some(window) = &mut self.window {
-            window.restart(Sums::default());
-        }
+        window.restart(Sums::default());
         Ok(())
     }
 
@@ -281,7 +278,7 @@ impl<B: Backend> MemoryPart<B> {
                 let values: Vec<u32> = b.download(counts)?.iter().map(|&x| x as u32).collect();
                 state.optimizer.insert(COUNTS.to_owned(), Tensor::u32(&[values.len()], values));
             }
-            Place::Host(table) => state.table = Some(Arc::clone(table)),
+            Place::Host { table, .. } => state.table = Some(Arc::clone(table)),
         }
         Ok(())
     }
@@ -298,12 +295,12 @@ impl<B: Backend> MemoryPart<B> {
                     _ => bail!("checkpoint: tensor `{COUNTS}` is {:?}, expected [{rows}] of u32", counts.shape),
                 }
             }
-            (Place::Host(_), Some(table)) => {
+            (Place::Host { .. }, Some(table)) => {
                 let (got, expected) = ([table.rows(), table.width()], [rows, self.width]);
                 ensure!(got == expected, "checkpoint: tensor `{MEMORY_TABLE}` is {got:?}, expected {expected:?}");
                 Ok(Incoming::Table(Arc::clone(table), Sums::import(state, expected)?))
             }
-            (Place::Host(_), None) => bail!("checkpoint: tensor `{MEMORY_TABLE}` is missing"),
+            (Place::Host { .. }, None) => bail!("checkpoint: tensor `{MEMORY_TABLE}` is missing"),
         }
     }
 
@@ -311,11 +308,9 @@ impl<B: Backend> MemoryPart<B> {
     pub fn import(&mut self, b: &B, incoming: Incoming) -> Result<()> {
         match (&mut self.place, incoming) {
             (Place::Device { counts, .. }, Incoming::Counts(values)) => upload_ids(b, &values, counts),
-            (Place::Host(own), Incoming::Table(table, waiting)) => {
+            (Place::Host { table: own, window }, Incoming::Table(table, waiting)) => {
                 *own = table;
-                if let Some(window) = &mut self.window {
-                    window.restart(waiting);
-                }
+                window.restart(waiting);
                 Ok(())
             }
             _ => unreachable!("`incoming` gives what the place takes"),
@@ -335,7 +330,7 @@ impl<B: Backend + Witness> ModelLearner<B> {
         self.b.stage(HOST_TABLE);
         if let Some(memory) = &mut self.memory {
             let grads = memory.row_grads(&self.b, &self.model, names.resident)?;
-            let Some(window) = &mut memory.window else { return Ok(()) };
+            let Place::Host { window, .. } = &mut memory.place else { return Ok(()) };
             if window.note(&self.b, &grads, names, step)? {
                 let sums = self.waiting()?;
                 let config = self.row_adam();
@@ -350,8 +345,7 @@ impl<B: Backend + Witness> ModelLearner<B> {
 
     /// The row gradients that a table on the host waits for.
     pub(super) fn waiting(&self) -> Result<Sums> {
-        let Some((memory, window)) = self.memory.as_ref().and_then(|m| m.window.as_ref().map(|window| (m, window)))
-        else {
+        let Some(memory @ MemoryPart { place: Place::Host { window, .. }, .. }) = &self.memory else {
             return Ok(Sums::default());
         };
         let columns = self.b.shape(&self.ring)[1];
@@ -444,7 +438,7 @@ impl<B: Backend> Reading<B> {
         let most = ORDERS * (rows * t).min(part.plan.table_rows);
         let table = match part.place {
             Place::Device { .. } => None,
-            Place::Host(_) => Some(b.persistent(&[most, part.width], b.float())?),
+            Place::Host { .. } => Some(b.persistent(&[most, part.width], b.float())?),
         };
         let rows = b.persistent(&[rows, t, ORDERS], DType::U32)?;
         Ok(Self { rows, table, history: RefCell::default() })
@@ -472,7 +466,7 @@ impl<B: Backend> Reading<B> {
     }
 
     fn upload_rows(&self, b: &B, part: &MemoryPart<B>, rows: &[u32]) -> Result<()> {
-        let (Place::Host(table), Some(small)) = (&part.place, &self.table) else {
+        let (Place::Host { table, .. }, Some(small)) = (&part.place, &self.table) else {
             return upload_ids(b, rows, &self.rows);
         };
         let names = compact(rows, &engram_hash::order(rows));

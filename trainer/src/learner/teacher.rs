@@ -209,7 +209,7 @@ impl<B: Backend + Witness> ModelLearner<B> {
         let unlabelled = model::Batch { targets: None, ..*batch };
         let plain = model::Batch { memory: plain_keys, ..*batch };
 
-        let (teacher, student) = beside(
+        let ((targets, teacher), (forward, weight)) = beside(
             b,
             |b| match &part.source {
                 Source::Teacher { params, .. } => {
@@ -233,7 +233,6 @@ impl<B: Backend + Witness> ModelLearner<B> {
                 }
             },
         )?;
-        let ((targets, teacher), (forward, weight)) = (teacher, student);
         let objective = model.objective(b, &latents_of(&forward), &targets, &mask)?;
         let first = index * (self.config.model.iterations + TERMS);
         let keep = |loss: &B::Tensor, i: usize| b.keep(loss, &b.view(&self.losses, first + i, &[1])?);

@@ -80,7 +80,7 @@ impl<B: Backend> Model<B> {
         let (batch, tokens) = (b.shape(u)[0], b.shape(u)[1]);
         let heads = [batch, tokens, self.config.heads, self.config.head_width];
         let flat = [batch, tokens, self.config.heads * self.config.head_width];
-        let (streams, maps) = beside(
+        let ((streams, (q, q_l2), (k, k_l2)), (decay_down, decay_up, beta, gates, gate, (zeta, zeta_saved))) = beside(
             b,
             |b| {
                 let mut streams = Vec::with_capacity(3);
@@ -115,12 +115,8 @@ impl<B: Backend> Model<B> {
                 Ok((decay_down, decay_up, beta, gates, gate, zeta))
             },
         )?;
-        let (
-            [(_, q_context, q_project, q_conv), (_, k_context, k_project, k_conv), (v, v_context, v_project, v_conv)],
-            (q, q_l2),
-            (k, k_l2),
-        ) = streams;
-        let (decay_down, decay_up, beta, gates, gate, (zeta, zeta_saved)) = maps;
+        let [(_, q_context, q_project, q_conv), (_, k_context, k_project, k_conv), (v, v_context, v_project, v_conv)] =
+            streams;
         let (read, kda) = Kda::forward(
             b,
             &self.configs.kda,
@@ -197,7 +193,7 @@ impl<B: Backend> Model<B> {
             _ => {}
         }
         let kda::Grads { dq, dk, dv, .. } = &through_kda;
-        let (gates, streams) = beside(
+        let ((dbeta, dlow), streams) = beside(
             b,
             |b| {
                 let through_gate = DecayGate::backward(
@@ -226,7 +222,6 @@ impl<B: Backend> Model<B> {
                 Ok(streams)
             },
         )?;
-        let (dbeta, dlow) = gates;
         Ok(Back { dzeta, recurrence: Some(Recurrence { dbeta, dlow, streams }) })
     }
 

@@ -219,7 +219,7 @@ impl<B: Backend> Model<B> {
         let c = normed.c.as_ref().expect("a norm with a shift returns the shifted row");
         // The branches of the block read the same rows and not each other.
         let (dense, dense_saved) = self.linear(b, p, "dense", u)?;
-        let (experts, ((memory, gates), attention)) = beside(
+        let ((experts, expert), ((memory, (gates, controller)), attention)) = beside(
             b,
             |b| self.experts(b, p, u),
             |b| {
@@ -235,7 +235,6 @@ impl<B: Backend> Model<B> {
                 )
             },
         )?;
-        let ((experts, expert), (gates, controller)) = (experts, gates);
         let (memory, memory_saved) = memory.unzip();
         let (y, blend) = Blend::forward(
             b,

@@ -13,7 +13,7 @@ use super::{Latch, Learner, Score, StepRecord, score};
 use crate::anchors::{Anchors, FIT_LIMIT_BYTES};
 use crate::checkpoint::{self, Facts};
 use crate::config::Config;
-use crate::data::{Data, KeyPlan, Prefetch, Segment};
+use crate::data::{Data, Segment};
 use crate::exit::{Exit, NonFiniteResult, NonFiniteStop};
 use crate::host;
 use crate::instruments::bound::StepCost;
@@ -131,15 +131,7 @@ impl Session {
     fn steps(&mut self, start: u64, limits: Limits, stop: &Stop) -> anyhow::Result<Ending> {
         let total = self.config.train.total_steps;
         let began = Instant::now();
-        let mut batches = Prefetch::start(
-            self.data.corpus.clone(),
-            self.data.train.clone(),
-            self.config.train.batch_rows,
-            start..total,
-            self.config.train.overfit_one_batch,
-            KeyPlan::of(&self.config),
-        )
-        .context("data: cannot start the batch worker")?;
+        let mut batches = self.data.prefetch(&self.config, start..total)?;
         let mut done = start;
         while done < total {
             let limit = limits.stop_at_step.is_some_and(|limit| done >= limit)
@@ -393,15 +385,14 @@ impl Session {
         }
     }
 
+    fn not_finite(&self, what: String, step: u64) -> NonFiniteResult {
+        NonFiniteResult { what, step, rates: self.config.optimizer.rates() }
+    }
+
     fn save(&mut self, done: u64) -> anyhow::Result<PathBuf> {
         let state = self.learner.export()?;
         if let Some(name) = state.first_nonfinite() {
-            return Err(NonFiniteResult {
-                what: format!("`{name}`"),
-                step: done,
-                rates: self.config.optimizer.rates(),
-            }
-            .into());
+            return Err(self.not_finite(format!("`{name}`"), done).into());
         }
         if self.run.restore(&self.config, &self.data.manifest, &self.provenance)? {
             let path = self.run.path().display();
@@ -463,12 +454,7 @@ impl Session {
             return self.stopped(done);
         };
         if !score.bpb.is_finite() {
-            return Err(NonFiniteResult {
-                what: "the held-out score".into(),
-                step,
-                rates: self.config.optimizer.rates(),
-            }
-            .into());
+            return Err(self.not_finite("the held-out score".into(), step).into());
         }
         if self.saved != Some(step) {
             self.save(done).context("train: the last checkpoint could not be saved")?;
