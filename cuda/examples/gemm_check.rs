@@ -6,14 +6,15 @@
 //!
 //! With `lavapipe` the same checks run on Mesa's software Vulkan driver, where the fused arm is the tiled kernel; there
 //! are no graphs and no times. With `measure`, every suggestion of the library is timed for the production shapes, and
-//! the fastest are printed as lines of `cuda/src/gemm_table.tsv`. The exit code is 1 if an answer is wrong, 2 if there is
-//! no device.
+//! the fastest are printed as lines of `cuda/src/gemm_table.tsv`. With `measure FILE` that is done for the products that
+//! the lines of a file name, and nothing else: the list of `products` in a run's `run.json` is made of such lines. The exit
+//! code is 1 if an answer is wrong, 2 if there is no device or no such file.
 
 use std::fmt;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use dormouse_cuda::matmul::{Matrix, Plus, Product};
+use dormouse_cuda::matmul::{Factor, Matrix, Plus, Product};
 use dormouse_cuda::runtime::gemm::Source;
 use dormouse_cuda::{Arm, Cuda, Device, Engine, Lavapipe, Tensor};
 use dormouse_reference::{DType, Precision, Result, StepKey, Tensors};
@@ -27,7 +28,76 @@ const SAMPLES: usize = 4096;
 fn main() -> ExitCode {
     let words: Vec<String> = std::env::args().skip(1).collect();
     let has = |word: &str| words.iter().any(|w| w == word);
-    if has(Lavapipe::WORD) { run::<Lavapipe>(false) } else { run::<Cuda>(has("measure")) }
+    match &words[..] {
+        [measure, file] if measure == "measure" => measure_listed(file),
+        _ if has(Lavapipe::WORD) => run::<Lavapipe>(false),
+        _ => run::<Cuda>(has("measure")),
+    }
+}
+
+/// Measures the products that lines of a file name; prints the fastest algorithm of each.
+fn measure_listed(file: &str) -> ExitCode {
+    let text = match std::fs::read_to_string(file) {
+        Ok(text) => text,
+        Err(error) => {
+            println!("{file}: {error}");
+            return ExitCode::from(2);
+        }
+    };
+    let b = match Device::<Cuda>::open() {
+        Ok(b) => b,
+        Err(why) => {
+            println!("{}: {why}", Cuda::WORD);
+            return ExitCode::from(2);
+        }
+    };
+    let listed: Vec<_> = text.lines().filter_map(listed).collect();
+    println!("{}: {} products", b.describe(), listed.len());
+    for (n, &(case, precision)) in listed.iter().enumerate() {
+        let line = (|| {
+            let operands = case.operands(&b)?;
+            b.fill(&operands.out, 0.0)?;
+            fastest(&b, &case, &operands, precision, 1000 * n as u64)
+        })();
+        match line {
+            Ok(Some((usual, best, line))) => println!("{line}\t# {usual:.1} us usually, {best:.1} us"),
+            Ok(None) => println!("# {case} {precision:?}: the library has no algorithm"),
+            Err(error) => {
+                println!("FAIL {case} {precision:?}: {error}");
+                return ExitCode::FAILURE;
+            }
+        }
+    }
+    ExitCode::SUCCESS
+}
+
+/// The product that a line of the table, or of a run's products, is about.
+fn listed(line: &str) -> Option<(Case, Precision)> {
+    // A run's list has blanks for tabs, and one kind of precision has a blank of its own.
+    let line = line.replace("bf16 stored", "stored");
+    let columns: Vec<&str> =
+        line.trim_matches(|c: char| c.is_whitespace() || c == '"' || c == ',').split_whitespace().collect();
+    let [_, _, precision, batch, m, k, n, a, b, added, ..] = columns[..] else { return None };
+    let (precision, input) = match precision {
+        "f32" => (Precision::Full, false),
+        "tf32" => (Precision::Tf32, false),
+        "bf16" => (Precision::Bf16, false),
+        "stored" => (Precision::Bf16, true),
+        _ => return None,
+    };
+    let added = match added {
+        "row" => Added::Row,
+        "matrix" => Added::Matrix,
+        "destination" => Added::Destination,
+        _ => Added::Nothing,
+    };
+    let number = |word: &str| word.parse().ok();
+    let (batch, m, k, n) = (number(batch)?, number(m)?, number(k)?, number(n)?);
+    let transposed = |word| word == "transposed";
+    Some((
+        Case { batch, m, k, n, a_transposed: transposed(a), b_transposed: transposed(b), added, input, ..PLAIN },
+        precision,
+    ))
 }
 
 fn run<R: Engine>(measure: bool) -> ExitCode {
@@ -98,6 +168,8 @@ struct Case {
     side_by_side: bool,
     /// Elements before each tensor, so that it starts where no alignment helps it.
     margin: usize,
+    /// Whether the factors are an operation's inputs, of which copies in bf16 may be made.
+    input: bool,
 }
 
 const PLAIN: Case = Case {
@@ -111,6 +183,7 @@ const PLAIN: Case = Case {
     shared_a: false,
     side_by_side: false,
     margin: 0,
+    input: false,
 };
 
 /// Small and odd products: everything that the operations ask for.
@@ -234,6 +307,11 @@ impl Case {
         }
     }
 
+    fn factor<'a>(&self, matrix: Matrix<'a>, transposed: bool) -> Factor<'a> {
+        let factor = if transposed { matrix.transposed() } else { matrix.plain() };
+        if self.input { factor.of_input() } else { factor }
+    }
+
     fn launch<R: Engine>(&self, b: &Device<R>, arm: Arm, operands: &Operands, precision: Precision) -> Result<()> {
         let Case { batch, m, k, n, .. } = *self;
         let a_row = if self.a_transposed { m } else { k };
@@ -246,8 +324,8 @@ impl Case {
             m,
             k,
             n,
-            a: if self.a_transposed { left.transposed() } else { left.plain() },
-            b: if self.b_transposed { right.transposed() } else { right.plain() },
+            a: self.factor(left, self.a_transposed),
+            b: self.factor(right, self.b_transposed),
             plus: match self.added {
                 Added::Nothing => Plus::Nothing,
                 Added::Row => Plus::Row(&operands.plus),
@@ -420,17 +498,12 @@ fn times<R: Engine>(b: &Device<R>, measure: bool) -> Result<()> {
                 if !measure {
                     continue;
                 }
-                let mut best = (usual, choice.clone());
-                for suggestion in 0..choice.suggestions {
-                    b.ask_gemm(Some(suggestion));
-                    variant += 1;
-                    let time = time(b, &case, &operands, precision, variant)?;
-                    if let Some(choice) = b.gemm_choices().pop().filter(|_| time < best.0) {
-                        best = (time, choice);
-                    }
+                variant += 100;
+                if let Some((_, best, line)) = fastest(b, &case, &operands, precision, variant)? {
+                    println!("    best of {}: {best:.1} us", choice.suggestions);
+                    lines.push(line);
                 }
-                println!("    best of {}: {:.1} us, {}", choice.suggestions, best.0, best.1.details);
-                lines.push(best.1.to_string());
+                variant += 100;
             }
         }
     }
@@ -439,6 +512,30 @@ fn times<R: Engine>(b: &Device<R>, measure: bool) -> Result<()> {
         println!("{line}");
     }
     Ok(())
+}
+
+/// The microseconds of the usual algorithm and of the fastest, and the latter as a line of the table.
+fn fastest<R: Engine>(
+    b: &Device<R>,
+    case: &Case,
+    operands: &Operands,
+    precision: Precision,
+    mut variant: u64,
+) -> Result<Option<(f64, f64, String)>> {
+    b.ask_gemm(None);
+    let usual = time(b, case, operands, precision, variant)?;
+    let Some(choice) = b.gemm_choices().pop().filter(|choice| choice.source != Source::Kernel) else { return Ok(None) };
+    let mut best = (usual, choice.to_string());
+    for suggestion in 0..choice.suggestions {
+        b.ask_gemm(Some(suggestion));
+        variant += 1;
+        let time = time(b, case, operands, precision, variant)?;
+        if let Some(choice) = b.gemm_choices().pop().filter(|_| time < best.0) {
+            best = (time, choice.to_string());
+        }
+    }
+    b.ask_gemm(None);
+    Ok(Some((usual, best.0, best.1)))
 }
 
 /// The median microseconds of a product in a graph of twenty.

@@ -8,8 +8,14 @@ use dormouse_reference::Result;
 use crate::arm::Arm;
 use crate::runtime::Error;
 
-/// Units of a cube in kernels whose units do not share anything.
+/// Units of a cube in kernels whose units do not share anything: small cubes spread little work over a device.
 const UNITS: u32 = 64;
+
+/// The same where there is work for all of a device: starting a cube takes as long as some hundred units have to do.
+const UNITS_OF_MANY: u32 = 256;
+
+/// Units from which on there is.
+const MANY: usize = 1 << 18;
 
 /// The largest number of cubes along one axis on every runtime.
 const MAX_AXIS: u32 = 65535;
@@ -25,10 +31,8 @@ impl Grid {
     /// At least `n` units in one row (`ABSOLUTE_POS`); units from `n` on have nothing to do. Vulkan stops at 65535
     /// cubes along an axis, so a longer row is folded.
     pub fn units(n: usize) -> Self {
-        let cubes = (n as u64).div_ceil(u64::from(UNITS));
-        let y = cubes.div_ceil(u64::from(MAX_AXIS));
-        let x = if y == 0 { 0 } else { cubes.div_ceil(y) };
-        Self { cubes: (x as u32, y as u32), dim: (UNITS, 1) }
+        let units = if n < MANY { UNITS } else { UNITS_OF_MANY };
+        Self::cubes(n.div_ceil(units as usize), units)
     }
 
     /// `cubes` cubes of `units` units each; the cube's number is `CUBE_POS`. Folded like [`units`](Self::units): cubes
@@ -207,11 +211,11 @@ mod tests {
 
     #[test]
     fn f3_a_row_of_units_is_covered_and_folded_where_it_is_long() {
-        for n in [0, 1, 64, 65, 64 * 65535, 64 * 65535 + 1, 3_000_000_000] {
+        for n in [0, 1, 64, 65, MANY - 1, MANY, 256 * 65535, 256 * 65535 + 1, 3_000_000_000] {
             let grid = Grid::units(n);
-            let (x, y) = (u64::from(grid.cubes.0), u64::from(grid.cubes.1));
-            assert!(x * y * 64 >= n as u64, "{n}: {grid:?}");
-            assert!(x * y * 64 < n as u64 + 64 * (y + 1), "{n}: {grid:?}");
+            let (x, y, units) = (u64::from(grid.cubes.0), u64::from(grid.cubes.1), u64::from(grid.dim.0));
+            assert!(x * y * units >= n as u64, "{n}: {grid:?}");
+            assert!(x * y * units < n as u64 + units * (y + 1), "{n}: {grid:?}");
             assert!(grid.fits());
             assert_eq!(grid.is_empty(), n == 0);
         }

@@ -73,18 +73,31 @@ impl Copies {
 /// Copies of another branch.
 pub(crate) struct Hidden(Vec<Copy>);
 
-/// Rounds two elements into a word, to nearest even. One unit, one word. NaN stays NaN.
+/// Units of a cube, and words that each of them writes: its loads are all under way before the first is used.
+const UNITS: usize = 256;
+const PER_UNIT: usize = 4;
+
+/// Rounds two elements into each word, to nearest even. NaN stays NaN.
 #[cube(launch_unchecked)]
 fn narrow_kernel(x: &Floats, words: &mut Words, len: u32) {
-    let i = ABSOLUTE_POS;
-    let first = 2 * i;
-    if first < len as usize {
-        let low = half(x.at(first));
-        let mut high = 0u32;
-        if first + 1 < len as usize {
-            high = half(x.at(first + 1));
+    let len = len as usize;
+    let first = CUBE_POS * comptime!(UNITS * PER_UNIT) + UNIT_POS as usize;
+    let mut values = Array::<f32>::new(comptime!(2 * PER_UNIT));
+    #[unroll]
+    for n in 0..comptime!(2 * PER_UNIT) {
+        let at = 2 * (first + comptime!(n / 2 * UNITS)) + comptime!(n % 2);
+        let mut value = 0.0f32;
+        if at < len {
+            value = x.at(at);
         }
-        words.set(i, low | (high << 16));
+        values[n] = value;
+    }
+    #[unroll]
+    for n in 0..comptime!(PER_UNIT) {
+        let word = first + comptime!(n * UNITS);
+        if 2 * word < len {
+            words.set(word, half(values[comptime!(2 * n)]) | (half(values[comptime!(2 * n + 1)]) << 16));
+        }
     }
 }
 
@@ -117,7 +130,8 @@ impl<R: Engine> Device<R> {
         let words = self.scratch(&[of.len().div_ceil(2)], DType::U32)?;
         let bytes = of.bytes() + words.bytes();
         let uses = [&of, &words];
-        self.launch("narrow", Grid::units(words.len()), bytes, &uses, |client, count, dim| {
+        let grid = Grid::cubes(words.len().div_ceil(UNITS * PER_UNIT), UNITS as u32);
+        self.launch("narrow", grid, bytes, &uses, |client, count, dim| {
             let (x, to) = (self.floats(&of), self.words(&words));
             // SAFETY: a unit reads and writes below the lengths, or nothing.
             unsafe { narrow_kernel::launch_unchecked::<R>(client, count, dim, x, to, of.len() as u32) }

@@ -6,8 +6,8 @@
 //!
 //! For k <= [`LARGEST_K`] there are the two products: a block's share of X^T X, and a block times a k by k matrix. A cube
 //! holds a tile of rows in shared memory, and of the matrix as much as fits beside it into the 32 KiB that every runtime
-//! has: all of it for k <= [`NARROW`], else a slab. A unit computes 4 by 4 elements (2 by 6 of a product and 6 by 6 of a
-//! share beyond), whose factors are neighbours and so can be read four at a time.
+//! has: all of it for k <= [`NARROW`], else a slab. A unit computes 4 by 4 elements (2 by 6 of a product and squares of 2
+//! by 2 of a share beyond), whose factors are neighbours and so can be read four at a time.
 
 use cubecl::prelude::*;
 
@@ -21,7 +21,7 @@ pub(crate) const UNITS: u32 = cube::UNITS;
 /// Entries that one launch takes: the model in use has eleven.
 pub(crate) const ENTRIES: usize = 16;
 
-/// The largest k: 6 by 6 elements of X^T X a unit.
+/// The largest k: 6 columns of a product a unit, and what fits into shared memory.
 pub(crate) const LARGEST_K: usize = 96;
 
 /// The largest k for which a unit has 4 by 4 elements of X^T X.
@@ -67,13 +67,12 @@ pub(crate) struct Entry {
     pub start: Option<usize>,
 }
 
-/// An entry with what comes before it in the launch: its first cube, its first cube in a launch of tiles of k by k
-/// matrices, its first matrix, the first element of X and the first row.
+/// An entry with what comes before it in the launch: its first cube, its first matrix, the first element of X and the
+/// first row.
 struct Placed {
     entry: Entry,
     blocks: Blocks,
     cube: usize,
-    tile: usize,
     matrix: usize,
     x: usize,
     row: usize,
@@ -84,8 +83,6 @@ pub(crate) struct Layout {
     placed: Vec<Placed>,
     /// Cubes with one for every block.
     pub cubes: usize,
-    /// Cubes with one for every tile of a k by k matrix.
-    pub tiles: usize,
     pub matrices: usize,
     pub rows: usize,
     /// Elements of all matrices.
@@ -95,10 +92,9 @@ pub(crate) struct Layout {
 }
 
 impl Layout {
-    /// Of at most [`ENTRIES`] entries, each with a matrix at least; `blocks` cuts the rows of a matrix `[n, k]`, and k by k
-    /// matrices are cut into tiles of `side` rows and columns.
-    pub fn new(entries: impl Iterator<Item = Entry>, blocks: impl Fn(usize, usize) -> Blocks, side: usize) -> Self {
-        let nothing = Self { placed: vec![], cubes: 0, tiles: 0, matrices: 0, rows: 0, elements: 0, widest: 0 };
+    /// Of at most [`ENTRIES`] entries, each with a matrix at least; `blocks` cuts the rows of a matrix `[n, k]`.
+    pub fn new(entries: impl Iterator<Item = Entry>, blocks: impl Fn(usize, usize) -> Blocks) -> Self {
+        let nothing = Self { placed: vec![], cubes: 0, matrices: 0, rows: 0, elements: 0, widest: 0 };
         entries.fold(nothing, |mut of, entry| {
             let Entry { count, n, k, start } = entry;
             let blocks = blocks(n, k);
@@ -106,13 +102,11 @@ impl Layout {
                 entry,
                 blocks,
                 cube: of.cubes,
-                tile: of.tiles,
                 matrix: of.matrices,
                 x: start.unwrap_or(of.elements),
                 row: of.rows,
             });
             of.cubes += count * blocks.count;
-            of.tiles += count * k.div_ceil(side).pow(2);
             of.matrices += count;
             of.rows += count * n;
             of.elements += count * n * k;
@@ -132,12 +126,10 @@ impl Layout {
         (0..ENTRIES).map(|p| self.placed.get(p).map_or(rest, |placed| f(placed) as u32)).collect()
     }
 
-    /// The table as the argument of a kernel. Places that are left over begin behind every cube,
-    /// tile and matrix.
+    /// The table as the argument of a kernel. Places that are left over begin behind every cube and matrix.
     pub fn table<R: Runtime>(&self) -> TableLaunch<R> {
         TableLaunch::new(
             self.words(u32::MAX, |p| p.cube),
-            self.words(u32::MAX, |p| p.tile),
             self.words(u32::MAX, |p| p.matrix),
             self.words(0, |p| p.x),
             self.words(0, |p| p.row),
@@ -146,19 +138,17 @@ impl Layout {
             self.words(1, |p| p.blocks.count),
             self.words(1, |p| p.blocks.rows),
             self.cubes as u32,
-            self.tiles as u32,
             self.matrices as u32,
             self.widest as u32,
         )
     }
 }
 
-/// What cubes look up: for every entry its first cube, tile and matrix, its first element of X and first row, and of its
+/// What cubes look up: for every entry its first cube and matrix, its first element of X and first row, and of its
 /// matrices the sizes, the blocks and the rows of a block.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct Table {
     pub cubes: Sequence<u32>,
-    tiles: Sequence<u32>,
     pub matrices: Sequence<u32>,
     xs: Sequence<u32>,
     rows: Sequence<u32>,
@@ -167,7 +157,6 @@ pub(crate) struct Table {
     pub blocks: Sequence<u32>,
     block_rows: Sequence<u32>,
     all_cubes: u32,
-    all_tiles: u32,
     pub all_matrices: u32,
     pub widest: u32,
 }
@@ -258,39 +247,32 @@ pub(crate) fn block_of(table: &Table, #[comptime] fault: u32) -> Block {
     }
 }
 
-/// A cube's tile of the polynomial of a matrix.
+/// The matrix of a cube, where there is a cube for every matrix.
 #[derive(CubeType, Clone, Copy)]
-pub(crate) struct Tile {
+pub(crate) struct Whole {
     /// Whether there is one.
     pub here: bool,
-    /// The number of the matrix's first cube, and its blocks.
+    /// The number of the matrix's first cube where there is one for every block, and its blocks.
     pub cubes: usize,
     pub blocks: usize,
     pub matrix: usize,
     pub k: usize,
-    pub top: usize,
-    pub left: usize,
     /// The widest matrix's k.
     pub widest: usize,
 }
 
-/// The tile of this cube.
+/// The matrix of this cube.
 #[cube]
-pub(crate) fn tile_of(table: &Table, #[comptime] side: usize) -> Tile {
+pub(crate) fn whole_of(table: &Table) -> Whole {
     let at = CUBE_POS;
-    let begin = pick::<u32>(at, &table.tiles, &table.tiles) as usize;
-    let blocks = pick::<u32>(at, &table.tiles, &table.blocks) as usize;
-    let k = pick::<u32>(at, &table.tiles, &table.k) as usize;
-    let tiles = k.div_ceil(side);
-    let place = (at - begin) / (tiles * tiles);
-    Tile {
-        here: at < table.all_tiles as usize,
-        cubes: pick::<u32>(at, &table.tiles, &table.cubes) as usize + place * blocks,
+    let blocks = pick::<u32>(at, &table.matrices, &table.blocks) as usize;
+    let place = at - pick::<u32>(at, &table.matrices, &table.matrices) as usize;
+    Whole {
+        here: at < table.all_matrices as usize,
+        cubes: pick::<u32>(at, &table.matrices, &table.cubes) as usize + place * blocks,
         blocks,
-        matrix: pick::<u32>(at, &table.tiles, &table.matrices) as usize + place,
-        k,
-        top: (at - begin) / tiles % tiles * side,
-        left: (at - begin) % tiles * side,
+        matrix: at,
+        k: pick::<u32>(at, &table.matrices, &table.k) as usize,
         widest: table.widest as usize,
     }
 }
@@ -359,9 +341,62 @@ pub(crate) fn store_rows(
     }
 }
 
+/// Adds a tile's part to the block's share of X^T X: up to [`NARROW`] columns to the unit's sums, which [`write_share`]
+/// writes in the end. More of them would cost the registers of half of the units that a device has room for, so then it
+/// goes to memory at once; `first` is whether nothing is there yet.
+#[cube]
+pub(crate) fn add_share(
+    tile: &SharedMemory<f32>,
+    rows: usize,
+    sums: &mut Array<f32>,
+    shares: &mut Floats,
+    block: &Block,
+    first: bool,
+    #[comptime] columns: usize,
+) {
+    if comptime!(columns == 4) {
+        add_products(tile, rows, sums, columns);
+    } else {
+        let side = comptime!(16 * columns);
+        let across = comptime!(16 * columns / 32);
+        let me = UNIT_POS as usize;
+        let k = block.k;
+        let at = CUBE_POS * block.widest * block.widest;
+        // No constant, which would be unrolled.
+        for square in 0..comptime!(across * across).runtime() {
+            let top = square / across * 32 + me / 16 * 2;
+            let left = square % across * 32 + me % 16 * 2;
+            let mut parts = Array::<f32>::new(4usize);
+            #[unroll]
+            for s in 0..4usize {
+                parts[s] = 0.0f32;
+            }
+            for r in 0..rows {
+                let (above, below) = (tile[r * side + top], tile[r * side + top + 1]);
+                let (before, behind) = (tile[r * side + left], tile[r * side + left + 1]);
+                parts[0] += above * before;
+                parts[1] += above * behind;
+                parts[2] += below * before;
+                parts[3] += below * behind;
+            }
+            #[unroll]
+            for s in 0..4usize {
+                let (i, j) = (top + comptime!(s / 2), left + comptime!(s % 2));
+                if block.here && i < k && j < k {
+                    let mut part = parts[s];
+                    if !first {
+                        part += shares.at(at + i * k + j);
+                    }
+                    shares.set(at + i * k + j, part);
+                }
+            }
+        }
+    }
+}
+
 /// Adds the products of the columns of a tile, `columns` by `columns` of them a unit.
 #[cube]
-pub(crate) fn add_products(tile: &SharedMemory<f32>, rows: usize, sums: &mut Array<f32>, #[comptime] columns: usize) {
+fn add_products(tile: &SharedMemory<f32>, rows: usize, sums: &mut Array<f32>, #[comptime] columns: usize) {
     let side = comptime!(16 * columns);
     let me = UNIT_POS as usize;
     let top = me / 16 * columns;
@@ -381,18 +416,20 @@ pub(crate) fn add_products(tile: &SharedMemory<f32>, rows: usize, sums: &mut Arr
     }
 }
 
-/// Writes a block's share of X^T X.
+/// Writes a block's share of X^T X, where [`add_share`] has left it in the sums.
 #[cube]
 pub(crate) fn write_share(shares: &mut Floats, block: &Block, sums: &Array<f32>, #[comptime] columns: usize) {
     let me = UNIT_POS as usize;
     let k = block.k;
     let at = CUBE_POS * block.widest * block.widest;
-    #[unroll]
-    for s in 0..comptime!(columns * columns) {
-        let i = me / 16 * columns + comptime!(s / columns);
-        let j = me % 16 * columns + comptime!(s % columns);
-        if block.here && i < k && j < k {
-            shares.set(at + i * k + j, sums[s]);
+    if comptime!(columns == 4) {
+        #[unroll]
+        for s in 0..comptime!(columns * columns) {
+            let i = me / 16 * columns + comptime!(s / columns);
+            let j = me % 16 * columns + comptime!(s % columns);
+            if block.here && i < k && j < k {
+                shares.set(at + i * k + j, sums[s]);
+            }
         }
     }
 }
@@ -429,7 +466,7 @@ fn gram_of(
     for step in 0..block.rows.div_ceil(most) {
         let top = block.first + step * most;
         load_rows(x, tile, block.x, top, block.end, block.k, factor, columns);
-        add_products(tile, rows_in(top, block.end, most), &mut sums, columns);
+        add_share(tile, rows_in(top, block.end, most), &mut sums, shares, block, step == 0, columns);
         // The next rows come into the same memory.
         sync_cube();
     }

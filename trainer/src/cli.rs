@@ -438,6 +438,7 @@ pub enum AtlasCommand {
 #[command(after_help = "Examples:
   dormouse check                                      the GPU of this machine, or the reference
   dormouse check --backend cuda --precision f32,tf32,bf16
+  dormouse check --backend cuda --precision bf16 --arms fused --preset small
 
 Exit code 1 if a check is red. A check that this machine cannot run is NOTRUN and not red.")]
 pub struct CheckArgs {
@@ -450,6 +451,9 @@ pub struct CheckArgs {
     /// Arms to check, all operations on one arm at a time; several with commas.
     #[arg(long, value_name = "ARM", value_delimiter = ',', default_value = "plain,fused")]
     pub arms: Vec<String>,
+    /// The model whose steps are checked; what is held against the reference step by step is of `tiny` alone.
+    #[arg(long, value_name = "PRESET", default_value = "tiny")]
+    pub preset: String,
     /// Only checks whose name contains this.
     #[arg(long, value_name = "NAME")]
     pub only: Option<String>,

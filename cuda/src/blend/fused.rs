@@ -34,7 +34,6 @@ fn forward_kernel(
 ) {
     let (n, lane) = (rows::row(), rows::lane());
     let (rows, width, count) = (rows as usize, width as usize, count as usize);
-    let lanes = comptime!(rows::LANES as usize);
     if n < rows {
         let gate = n * (comptime!(FIXED_GATES) + count);
         let shares = gate + comptime!(FIXED_GATES);
@@ -55,19 +54,34 @@ fn forward_kernel(
         if comptime!(mutant == 3) {
             end = count - 1;
         }
-        for step in 0..width.div_ceil(lanes) {
-            let d = step * lanes + lane;
-            if d < width {
-                let at = n * width + d;
-                let mut value = w_attn * attn.at(at) + w_dense * dense.at(at);
-                if has_memory {
-                    value += lam * memory.at(at);
-                }
-                for e in 0..end {
-                    value += w_ffn * gates.at(shares + e) * experts.at(e * rows * width + at);
-                }
-                y.set(at, value);
+        let at = n * width;
+        let mut values = Array::<f32>::new(comptime!(rows::AHEAD));
+        let mut others = Array::<f32>::new(comptime!(rows::AHEAD));
+        let mut from_memory = Array::<f32>::new(comptime!(rows::AHEAD));
+        for step in 0..width.div_ceil(comptime!(rows::TOGETHER)) {
+            let first = step * comptime!(rows::TOGETHER) + lane;
+            rows::load(attn, &mut values, at, first, width);
+            rows::load(dense, &mut others, at, first, width);
+            if has_memory {
+                rows::load(memory, &mut from_memory, at, first, width);
             }
+            #[unroll]
+            for i in 0..comptime!(rows::AHEAD) {
+                let mut value = w_attn * values[i] + w_dense * others[i];
+                if has_memory {
+                    value += lam * from_memory[i];
+                }
+                values[i] = value;
+            }
+            for e in 0..end {
+                let weight = w_ffn * gates.at(shares + e);
+                rows::load(experts, &mut others, (e * rows + n) * width, first, width);
+                #[unroll]
+                for i in 0..comptime!(rows::AHEAD) {
+                    values[i] = values[i] + weight * others[i];
+                }
+            }
+            rows::store(y, &values, at, first, width);
         }
     }
 }
@@ -98,7 +112,11 @@ fn backward_kernel(
 ) {
     let (n, lane) = (rows::row(), rows::lane());
     let (rows, width, count) = (rows as usize, width as usize, count as usize);
-    let lanes = comptime!(rows::LANES as usize);
+    let at = n * width;
+    let mut ups = Array::<f32>::new(comptime!(rows::AHEAD));
+    let mut values = Array::<f32>::new(comptime!(rows::AHEAD));
+    let mut others = Array::<f32>::new(comptime!(rows::AHEAD));
+    let mut from_memory = Array::<f32>::new(comptime!(rows::AHEAD));
     let mut shared = SharedMemory::<f32>::new(comptime!(rows::UNITS as usize));
     let here = n < rows;
     let gate = n * (comptime!(FIXED_GATES) + count);
@@ -110,21 +128,32 @@ fn backward_kernel(
         let w_attn = gates.at(gate);
         let lam = lam_max * gates.at(gate + 1);
         w_ffn = gates.at(gate + 2);
-        for step in 0..width.div_ceil(lanes) {
-            let d = step * lanes + lane;
-            if d < width {
-                let at = n * width + d;
-                let up = dy.at(at);
-                dattn.set(at, w_attn * up);
-                ddense.set(at, (1.0f32 - lam) * up);
-                along_attn += up * attn.at(at);
+        for step in 0..width.div_ceil(comptime!(rows::TOGETHER)) {
+            let first = step * comptime!(rows::TOGETHER) + lane;
+            rows::load(dy, &mut ups, at, first, width);
+            rows::load(attn, &mut values, at, first, width);
+            rows::load(dense, &mut others, at, first, width);
+            if has_memory {
+                rows::load(memory, &mut from_memory, at, first, width);
+            }
+            #[unroll]
+            for i in 0..comptime!(rows::AHEAD) {
+                let up = ups[i];
+                along_attn += up * values[i];
                 if comptime!(mutant != 5) {
-                    along_lam -= up * dense.at(at);
+                    along_lam -= up * others[i];
                 }
                 if has_memory {
-                    dmemory.set(at, lam * up);
-                    along_lam += up * memory.at(at);
+                    along_lam += up * from_memory[i];
                 }
+                values[i] = w_attn * up;
+                others[i] = (1.0f32 - lam) * up;
+                from_memory[i] = lam * up;
+            }
+            rows::store(dattn, &values, at, first, width);
+            rows::store(ddense, &others, at, first, width);
+            if has_memory {
+                rows::store(dmemory, &from_memory, at, first, width);
             }
         }
     }
@@ -140,14 +169,17 @@ fn backward_kernel(
             if comptime!(mutant == 7) {
                 weight = share;
             }
-            for step in 0..width.div_ceil(lanes) {
-                let d = step * lanes + lane;
-                if d < width {
-                    let up = dy.at(n * width + d);
-                    let at = (e * rows + n) * width + d;
-                    dexperts.set(at, weight * up);
-                    along_expert += up * experts.at(at);
+            let of_expert = (e * rows + n) * width;
+            for step in 0..width.div_ceil(comptime!(rows::TOGETHER)) {
+                let first = step * comptime!(rows::TOGETHER) + lane;
+                rows::load(dy, &mut ups, at, first, width);
+                rows::load(experts, &mut values, of_expert, first, width);
+                #[unroll]
+                for i in 0..comptime!(rows::AHEAD) {
+                    along_expert += ups[i] * values[i];
+                    values[i] = weight * ups[i];
                 }
+                rows::store(dexperts, &values, of_expert, first, width);
             }
         }
         let along_expert = rows::sum(along_expert, &mut shared);

@@ -16,7 +16,10 @@ use crate::tensor::{Floats, Tensor};
 const TOGETHER: usize = 8;
 
 /// Rows whose gradients of the weight one unit sums.
-const BLOCK: usize = 64;
+const BLOCK: usize = 32;
+
+/// Rows that a unit reads, or has a column of, at a time.
+const ROWS: usize = 4;
 
 /// raw and the gates. Some units share a row: each sums products of every 32nd column, the sums are added up, and the
 /// first unit makes gates of them.
@@ -142,7 +145,8 @@ fn draw_kernel(
     }
 }
 
-/// dc and dx0, with what arrives from other readers. One unit, one element of both.
+/// dc and dx0, with what arrives from other readers. One unit, a column of both in [`ROWS`] rows: it reads the weights of
+/// its column once for all of them.
 ///
 /// Mutants: 6 drops what arrives, 7 takes the weights of c for x0.
 #[cube(launch_unchecked)]
@@ -161,32 +165,51 @@ fn inputs_kernel(
     #[comptime] mutant: u32,
 ) {
     let i = ABSOLUTE_POS;
-    let (width, total) = (width as usize, total as usize);
-    if i < rows as usize * width {
-        let (n, d) = (i / width, i % width);
-        let mut for_c = 0.0f32;
-        let mut for_x0 = 0.0f32;
-        if comptime!(has_c && mutant != 6) {
-            for_c = plus_c.at(i);
-        }
-        if comptime!(has_x0 && mutant != 6) {
-            for_x0 = plus_x0.at(i);
-        }
-        let mut half = width;
-        if comptime!(mutant == 7) {
-            half = 0;
+    let (rows, width, total) = (rows as usize, width as usize, total as usize);
+    let (first, d) = (i / width * comptime!(ROWS), i % width);
+    let mut half = width;
+    if comptime!(mutant == 7) {
+        half = 0;
+    }
+    let mut for_c = Array::<f32>::new(ROWS);
+    let mut for_x0 = Array::<f32>::new(ROWS);
+    if first < rows {
+        #[unroll]
+        for r in 0..comptime!(ROWS) {
+            let mut at = (first + r) * width + d;
+            // A load that no branch guards is under way while the others are; what is read twice is not written.
+            at = select(first + r < rows, at, first * width + d);
+            for_c[r] = 0.0f32;
+            for_x0[r] = 0.0f32;
+            if comptime!(has_c && mutant != 6) {
+                for_c[r] = plus_c.at(at);
+            }
+            if comptime!(has_x0 && mutant != 6) {
+                for_x0[r] = plus_x0.at(at);
+            }
         }
         for j in 0..total {
-            let gradient = draw.at(n * total + j);
-            for_c += gradient * weight.at(d * total + j);
-            for_x0 += gradient * weight.at((half + d) * total + j);
+            let (of_c, of_x0) = (weight.at(d * total + j), weight.at((half + d) * total + j));
+            #[unroll]
+            for r in 0..comptime!(ROWS) {
+                let n = select(first + r < rows, first + r, first);
+                let gradient = draw.at(n * total + j);
+                for_c[r] = for_c[r] + gradient * of_c;
+                for_x0[r] = for_x0[r] + gradient * of_x0;
+            }
         }
-        dc.set(i, for_c);
-        dx0.set(i, for_x0);
+        #[unroll]
+        for r in 0..comptime!(ROWS) {
+            let n = first + r;
+            if n < rows {
+                dc.set(n * width + d, for_c[r]);
+                dx0.set(n * width + d, for_x0[r]);
+            }
+        }
     }
 }
 
-/// The gradient of the weight over a block of rows, one row of the weight a unit.
+/// The gradient of the weight over a block of rows. A unit has a column of c and of x0, which meet the same gradients.
 ///
 /// Mutants: 8 misses the block's last row.
 #[cube(launch_unchecked)]
@@ -202,8 +225,8 @@ fn weight_kernel(
 ) {
     let i = ABSOLUTE_POS;
     let (rows, width, total) = (rows as usize, width as usize, total as usize);
-    if i < rows.div_ceil(BLOCK) * 2 * width {
-        let (block, row) = (i / (2 * width), i % (2 * width));
+    if i < rows.div_ceil(BLOCK) * width {
+        let (block, d) = (i / width, i % width);
         let first = block * BLOCK;
         let mut last = first + BLOCK;
         if last > rows {
@@ -212,31 +235,45 @@ fn weight_kernel(
         if comptime!(mutant == 8) {
             last -= 1;
         }
-        let mut sums = Array::<f32>::new(TOGETHER);
+        let mut for_c = Array::<f32>::new(TOGETHER);
+        let mut for_x0 = Array::<f32>::new(TOGETHER);
+        let mut cs = Array::<f32>::new(ROWS);
+        let mut x0s = Array::<f32>::new(ROWS);
         for chunk in 0..total.div_ceil(comptime!(TOGETHER)) {
             let from = chunk * comptime!(TOGETHER);
             #[unroll]
-            for i in 0..comptime!(TOGETHER) {
-                sums[i] = 0.0f32;
+            for j in 0..comptime!(TOGETHER) {
+                for_c[j] = 0.0f32;
+                for_x0[j] = 0.0f32;
             }
-            for n in first..last {
-                let mut x = 0.0f32;
-                if row < width {
-                    x += c.at(n * width + row);
-                } else {
-                    x += x0.at(n * width + row - width);
+            for turn in 0..(last - first).div_ceil(comptime!(ROWS)) {
+                let top = first + turn * comptime!(ROWS);
+                #[unroll]
+                for r in 0..comptime!(ROWS) {
+                    // Not guarded by a branch, so that all of them are under way together.
+                    let n = select(top + r < last, top + r, top);
+                    let (left, right) = (c.at(n * width + d), x0.at(n * width + d));
+                    cs[r] = select(top + r < last, left, 0.0f32);
+                    x0s[r] = select(top + r < last, right, 0.0f32);
                 }
                 #[unroll]
-                for i in 0..comptime!(TOGETHER) {
-                    if from + i < total {
-                        sums[i] += x * draw.at(n * total + from + i);
+                for r in 0..comptime!(ROWS) {
+                    let n = select(top + r < last, top + r, top);
+                    #[unroll]
+                    for j in 0..comptime!(TOGETHER) {
+                        if from + j < total {
+                            let gradient = draw.at(n * total + from + j);
+                            for_c[j] = for_c[j] + cs[r] * gradient;
+                            for_x0[j] = for_x0[j] + x0s[r] * gradient;
+                        }
                     }
                 }
             }
             #[unroll]
-            for i in 0..comptime!(TOGETHER) {
-                if from + i < total {
-                    partial.set((block * 2 * width + row) * total + from + i, sums[i]);
+            for j in 0..comptime!(TOGETHER) {
+                if from + j < total {
+                    partial.set((block * 2 * width + d) * total + from + j, for_c[j]);
+                    partial.set((block * 2 * width + width + d) * total + from + j, for_x0[j]);
                 }
             }
         }
@@ -276,7 +313,8 @@ pub(super) fn backward<R: Engine>(b: &Device<R>, call: &Backward<'_>) -> Result<
     let uses = [&draw, &saved.weight, plus.c.unwrap_or(&draw), plus.x0.unwrap_or(&draw), dc, dx0];
     let arriving = [plus.c, plus.x0].into_iter().flatten().map(Tensor::bytes).sum::<u64>();
     let bytes = draw.bytes() + saved.weight.bytes() + arriving + dc.bytes() + dx0.bytes();
-    b.launch("controller::dinputs", Grid::units(dc.len()), bytes, &uses, |client, count, dim| {
+    let grid = Grid::units(rows.div_ceil(ROWS) * width);
+    b.launch("controller::dinputs", grid, bytes, &uses, |client, count, dim| {
         let [draw, weight, plus_c, plus_x0, dc, dx0] = uses.map(|t| b.floats(t));
         let [n, d, total] = sizes.words();
         let (has_c, has_x0) = (plus.c.is_some(), plus.x0.is_some());
@@ -291,7 +329,7 @@ pub(super) fn backward<R: Engine>(b: &Device<R>, call: &Backward<'_>) -> Result<
     let partial = b.float_scratch(&[blocks, 2 * width * total])?;
     let uses = [&saved.c, &saved.x0, &draw, &partial];
     let bytes = uses.iter().map(|t| t.bytes()).sum();
-    b.launch("controller::dweight", Grid::units(blocks * 2 * width), bytes, &uses, |client, count, dim| {
+    b.launch("controller::dweight", Grid::units(blocks * width), bytes, &uses, |client, count, dim| {
         let [c, x0, draw, partial] = uses.map(|t| b.floats(t));
         let [n, d, total] = sizes.words();
         // SAFETY: `partial` has one weight a block; units past them do nothing.

@@ -129,11 +129,15 @@ fn mix_kernel(
             fit.set(n * FIT + 1, query_scale);
             fit.set(n * FIT + 2, score);
         }
-        for step in 0..columns.div_ceil(lanes) {
-            let d = step * lanes + lane;
-            if d < columns {
-                m.set(n * columns + d, gate * value.at(n * columns + d));
+        let mut values = Array::<f32>::new(comptime!(rows::AHEAD));
+        for step in 0..columns.div_ceil(comptime!(rows::TOGETHER)) {
+            let first = step * comptime!(rows::TOGETHER) + lane;
+            rows::load(value, &mut values, n * columns, first, columns);
+            #[unroll]
+            for i in 0..comptime!(rows::AHEAD) {
+                values[i] = gate * values[i];
             }
+            rows::store(m, &values, n * columns, first, columns);
         }
     }
 }
@@ -198,18 +202,33 @@ fn unmix_kernel(
         if comptime!(mutant == 6) {
             along_key = 0.0f32;
         }
-        for step in 0..columns.div_ceil(lanes) {
-            let d = step * lanes + lane;
-            if d < columns {
-                let i = n * columns + d;
-                dvalue.set(i, gate * dm.at(i));
-                dkey.set(i, across * c.at(i) - along_key * key.at(i));
-                let mut back = across * key.at(i) - along_query * c.at(i);
-                if comptime!(has_plus && mutant != 7) {
-                    back += plus.at(i);
-                }
-                dc.set(i, back);
+        let at = n * columns;
+        let mut ups = Array::<f32>::new(comptime!(rows::AHEAD));
+        let mut queries = Array::<f32>::new(comptime!(rows::AHEAD));
+        let mut keys = Array::<f32>::new(comptime!(rows::AHEAD));
+        let mut backs = Array::<f32>::new(comptime!(rows::AHEAD));
+        for step in 0..columns.div_ceil(comptime!(rows::TOGETHER)) {
+            let first = step * comptime!(rows::TOGETHER) + lane;
+            rows::load(dm, &mut ups, at, first, columns);
+            rows::load(c, &mut queries, at, first, columns);
+            rows::load(key, &mut keys, at, first, columns);
+            if comptime!(has_plus && mutant != 7) {
+                rows::load(plus, &mut backs, at, first, columns);
             }
+            #[unroll]
+            for i in 0..comptime!(rows::AHEAD) {
+                let (query, here_key) = (queries[i], keys[i]);
+                let mut back = across * here_key - along_query * query;
+                if comptime!(has_plus && mutant != 7) {
+                    back += backs[i];
+                }
+                backs[i] = back;
+                ups[i] = gate * ups[i];
+                keys[i] = across * query - along_key * here_key;
+            }
+            rows::store(dvalue, &ups, at, first, columns);
+            rows::store(dkey, &keys, at, first, columns);
+            rows::store(dc, &backs, at, first, columns);
         }
     }
 }

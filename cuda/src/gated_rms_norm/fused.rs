@@ -25,7 +25,7 @@ const LANES: u32 = 16;
 const UNITS: u32 = LANES * rows::LANES;
 
 /// The most blocks: what is left for the launch that adds them up.
-const BLOCKS: usize = 256;
+const BLOCKS: usize = 512;
 
 /// The most columns of a unit for which loops are unrolled.
 const UNROLLED: u32 = 8;

@@ -19,7 +19,7 @@ use crate::sum;
 use crate::tensor::Floats;
 
 /// The most blocks: what is left for the launches that add them up.
-const BLOCKS: usize = 256;
+const BLOCKS: usize = 512;
 
 /// The most columns of a unit for which loops are unrolled.
 const UNROLLED: u32 = 8;

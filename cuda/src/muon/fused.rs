@@ -7,12 +7,12 @@
 //! | launch | reads | writes |
 //! |---|---|---|
 //! | gather | G, M | X = mu M + (1 - mu) G; a block's power of two, its sum of squares, whether it has a gradient; its share of A |
-//! | the iteration | see [`small`], 16 launches for 8 iterations, and [`large`], 26 | X, the norms of its rows |
+//! | the iteration | see [`small`], 8 launches for 8 iterations, and [`large`], 26 | X, the norms of its rows |
 //! | columns | X, the norms | sums of squares of the columns of a block, rows normalised |
 //! | write | G, M, W, X, norms and sums | M, W |
 //!
 //! Matrices of every shape with k <= [`tall::LARGEST_K`] go through together, up to [`ENTRIES`] entries of the table at a
-//! time: 19 launches for 8 iterations. Larger ones take 29 launches a shape. M is computed again in the end rather than
+//! time: 11 launches for 8 iterations. Larger ones take 29 launches a shape. M is computed again in the end rather than
 //! kept, because a matrix without a gradient must keep its own and that is known only when all of it has been seen.
 //!
 //! Instead of max|M|, a block is divided by the power of two at or below its largest element: exact, and the blocks' sums
@@ -80,7 +80,7 @@ pub(super) fn update<R: Engine>(b: &Device<R>, call: &Call<'_>, batching: Batchi
         &mut |b| {
             b.all_beside(&large, &|b, class| {
                 let (k, n) = class.sides();
-                let of = Stack::new(b, std::slice::from_ref(class), |n, _| large::blocks(n), k)?;
+                let of = Stack::new(b, std::slice::from_ref(class), |n, _| large::blocks(n))?;
                 gather::launch(b, call, &of, &b.float_scratch(&[1])?, false)?;
                 let x = large::iterate(b, &of, [of.layout.matrices, n, k], call.iterations)?;
                 finish(b, call, &of, &x)
@@ -88,7 +88,7 @@ pub(super) fn update<R: Engine>(b: &Device<R>, call: &Call<'_>, batching: Batchi
         },
         &mut |b| {
             b.all_beside(&small, &|b, group| {
-                let of = Stack::new(b, group, tall::blocks, small::SIDE)?;
+                let of = Stack::new(b, group, tall::blocks)?;
                 let shares = small::shares(b, &of)?;
                 gather::launch(b, call, &of, &shares, true)?;
                 small::iterate(b, &of, &shares, call.iterations)?;

@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 use dormouse_reference::Result;
 
-use super::table::{Places, Stack, in_block, place_of};
+use super::table::{AHEAD, Places, Stack, element_of, place_of};
 use super::{Call, is_something};
 use crate::cube::{self, larger};
 use crate::device::Device;
@@ -48,18 +48,28 @@ fn gather_kernel(
     let mut largest = 0.0f32;
     let mut any = 0.0f32;
     let elements = block.rows * block.k;
-    for step in 0..elements.div_ceil(units) {
-        let i = step * units + me;
-        if i < elements {
-            let at = in_block(i, &block, &place);
-            let (row, column) = (block.first + at / block.k, at % block.k);
-            if row < block.end {
-                let from = place.origin + row * place.row_step + column * place.column_step;
-                let g = grads.at(from);
-                let value = keep * m.at(from) + share * g;
-                x.set(block.x + row * block.k + column, value);
-                largest = larger(largest, value.abs());
-                if is_something(g) {
+    let mut gs = Array::<f32>::new(AHEAD);
+    let mut values = Array::<f32>::new(AHEAD);
+    for step in 0..elements.div_ceil(comptime!(AHEAD) * units) {
+        #[unroll]
+        for n in 0..comptime!(AHEAD) {
+            let element = element_of(step * comptime!(AHEAD) + n, elements, &block, &place);
+            let mut g = 0.0f32;
+            let mut before = 0.0f32;
+            if element.here {
+                g = grads.at(element.flat);
+                before = m.at(element.flat);
+            }
+            gs[n] = g;
+            values[n] = keep * before + share * g;
+        }
+        #[unroll]
+        for n in 0..comptime!(AHEAD) {
+            let element = element_of(step * comptime!(AHEAD) + n, elements, &block, &place);
+            if element.here {
+                x.set(block.x + element.row * block.k + element.column, values[n]);
+                largest = larger(largest, values[n].abs());
+                if is_something(gs[n]) {
                     any = 1.0f32;
                 }
             }

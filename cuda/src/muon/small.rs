@@ -1,15 +1,22 @@
-//! The iteration for k <= [`tall::LARGEST_K`]: two launches an iteration, for matrices of all shapes together.
+//! The iteration for k <= [`tall::LARGEST_K`]: two launches for two iterations, for matrices of all shapes together.
 //!
 //! | launch | reads | writes |
 //! |---|---|---|
-//! | polynomial | the blocks' shares of A = X^T X | P = a I + b A + c A^2, a tile of 32 by 32 a cube |
+//! | polynomial | the blocks' shares of A = X^T X | P = a I + b A + c A^2, of two iterations their product; a matrix a cube |
 //! | step | X, P | X P in place of X, a block of rows a cube; its share of the next A |
+//!
+//! X goes through P from the right, so its next A is P A P, and two iterations are X (P P') with P' the polynomial of that:
+//! five products of k by k matrices, which a cube does without leaving its registers, in place of a pass over X. Two and no
+//! more: A is known to a share of its largest eigenvalue, about 1, and an error in it grows as small eigenvalues do, by up
+//! to a^2 = 12 an iteration, while that of X P grows by a. After two iterations it is at 1e-5 of what the linear term
+//! makes of them, which is what sums of several hundred products in f32 leave, too; after eight it would be at 1 (measured:
+//! `docs/adr/0031`).
 //!
 //! The first shares come with X and not to scale; the first polynomial divides A by |X|_F^2 and itself by |X|_F, so X
 //! is never normalised on its own. The last step leaves the norms of the rows in place of A.
 //!
-//! X is read and written once an iteration; shares are k^2 numbers a block, written once and read once for each tile of a
-//! row of P and of a column. How a cube multiplies is in [`tall`].
+//! X is read and written once in two iterations; shares are k^2 numbers a block, written once and read once. How a cube
+//! multiplies X is in [`tall`].
 
 use cubecl::prelude::*;
 use dormouse_reference::Result;
@@ -21,14 +28,180 @@ use crate::device::Device;
 use crate::launch::Grid;
 use crate::runtime::Engine;
 use crate::scale::inverse_of;
-use crate::tall::{self, Block, HELD, NARROW, Table, UNITS, block_of, tile_of};
+use crate::tall::{self, Block, HELD, NARROW, Table, UNITS, Whole, block_of, whole_of};
 use crate::tensor::{Floats, Tensor};
 
-/// Rows and columns of P that a cube computes, 2 by 2 elements a unit, and the depth of its tiles.
-pub(super) const SIDE: usize = 32;
+/// Rows of both factors in shared memory at a time, by the columns of a unit.
+const fn depth_of(columns: usize) -> usize {
+    if columns == 4 { 32 } else { 24 }
+}
 
-/// A tile of P. A is symmetric, so its rows are read for its columns, and neighbours read neighbours. In the first
-/// iteration the shares are of blocks over their own powers of two.
+/// Elements of a factor in shared memory, of either width.
+const SLAB: usize = if 32 * 64 > 24 * 96 { 32 * 64 } else { 24 * 96 };
+
+/// Writes the rows of a matrix from row `from` on, of which every unit has a square in `part`.
+#[cube]
+fn put(part: &Array<f32>, slab: &mut SharedMemory<f32>, from: usize, #[comptime] columns: usize) {
+    let side = comptime!(16 * columns);
+    let me = UNIT_POS as usize;
+    let (top, left) = (me / 16 * columns, me % 16 * columns);
+    if top >= from && top < from + comptime!(depth_of(columns)) {
+        #[unroll]
+        for s in 0..comptime!(columns * columns) {
+            slab[(top - from + comptime!(s / columns)) * side + left + comptime!(s % columns)] = part[s];
+        }
+    }
+}
+
+/// The product of the transpose of `a` and `b`, a square of it a unit.
+#[cube]
+fn multiply(
+    a: &Array<f32>,
+    b: &Array<f32>,
+    out: &mut Array<f32>,
+    of_a: &mut SharedMemory<f32>,
+    of_b: &mut SharedMemory<f32>,
+    #[comptime] columns: usize,
+) {
+    let side = comptime!(16 * columns);
+    let depth = comptime!(depth_of(columns));
+    let me = UNIT_POS as usize;
+    let (top, left) = (me / 16 * columns, me % 16 * columns);
+    #[unroll]
+    for s in 0..comptime!(columns * columns) {
+        out[s] = 0.0f32;
+    }
+    // Lengths known at compile time would be unrolled.
+    for step in 0..comptime!(16 * columns / depth_of(columns)).runtime() {
+        put(a, of_a, step * depth, columns);
+        put(b, of_b, step * depth, columns);
+        sync_cube();
+        for d in 0..depth.runtime() {
+            let mut lefts = Array::<f32>::new(columns);
+            let mut rights = Array::<f32>::new(columns);
+            #[unroll]
+            for s in 0..columns {
+                lefts[s] = of_a[d * side + top + s];
+                rights[s] = of_b[d * side + left + s];
+            }
+            #[unroll]
+            for s in 0..comptime!(columns * columns) {
+                out[s] += lefts[comptime!(s / columns)] * rights[comptime!(s % columns)];
+            }
+        }
+        sync_cube();
+    }
+}
+
+/// Makes P of A^2, which `p` holds.
+#[cube]
+fn polynomial(a: &Array<f32>, p: &mut Array<f32>, #[comptime] columns: usize, #[comptime] mutant: u32) {
+    let me = UNIT_POS as usize;
+    let (top, left) = (me / 16 * columns, me % 16 * columns);
+    let mut quintic = f32::new(comptime!(QUINTIC));
+    if comptime!(mutant == 3) {
+        quintic = 0.0f32;
+    }
+    #[unroll]
+    for s in 0..comptime!(columns * columns) {
+        let mut value = quintic * p[s] + comptime!(CUBIC) * a[s];
+        if top + comptime!(s / columns) == left + comptime!(s % columns) {
+            value += comptime!(LINEAR);
+        }
+        p[s] = value;
+    }
+}
+
+/// The polynomials of one iteration or two on a matrix, from the shares of its A.
+#[cube]
+fn polynomials_of(
+    scales: &Floats,
+    squares: &Floats,
+    shares: &Floats,
+    out: &mut Floats,
+    of_a: &mut SharedMemory<f32>,
+    of_b: &mut SharedMemory<f32>,
+    whole: &Whole,
+    first: bool,
+    two: bool,
+    #[comptime] columns: usize,
+    #[comptime] mutant: u32,
+) {
+    let elements = comptime!(columns * columns);
+    let me = UNIT_POS as usize;
+    let (top, left) = (me / 16 * columns, me % 16 * columns);
+    let k = whole.k;
+    let mut blocks = whole.blocks;
+    if comptime!(mutant == 4) {
+        blocks = whole.blocks - 1;
+    }
+    let mut inverse = 1.0f32;
+    let mut square = 1.0f32;
+    if first && whole.here {
+        let scale = scale_of(whole.cubes, whole.blocks, scales);
+        inverse = inverse_of(scale);
+        square = square_of(whole.cubes, whole.blocks, inverse, scales, squares, mutant);
+    }
+    let stride = whole.widest * whole.widest;
+    let mut a = Array::<f32>::new(elements);
+    let mut p = Array::<f32>::new(elements);
+    #[unroll]
+    for s in 0..elements {
+        a[s] = 0.0f32;
+    }
+    if !whole.here {
+        blocks = 0usize;
+    }
+    for block in 0..blocks {
+        let mut weight = 1.0f32;
+        if first {
+            let ratio = scales.at(whole.cubes + block) * inverse;
+            weight = ratio * ratio;
+        }
+        let from = (whole.cubes + block) * stride;
+        #[unroll]
+        for s in 0..elements {
+            let (i, j) = (top + comptime!(s / columns), left + comptime!(s % columns));
+            let inside = i < k && j < k;
+            // A load that no branch guards is under way while the others are.
+            let value = shares.at(from + select(inside, i * k + j, 0usize)) * weight;
+            a[s] += select(inside, value, 0.0f32);
+        }
+    }
+    // The square is 1 but in the first iteration.
+    #[unroll]
+    for s in 0..elements {
+        a[s] = a[s] / square;
+    }
+    multiply(&a, &a, &mut p, of_a, of_b, columns);
+    polynomial(&a, &mut p, columns, mutant);
+    if two {
+        let mut other = Array::<f32>::new(elements);
+        // All are polynomials of A, so they commute: the next A is P A P, in any order.
+        multiply(&p, &a, &mut other, of_a, of_b, columns);
+        multiply(&other, &p, &mut a, of_a, of_b, columns);
+        multiply(&a, &a, &mut other, of_a, of_b, columns);
+        polynomial(&a, &mut other, columns, mutant);
+        multiply(&p, &other, &mut a, of_a, of_b, columns);
+    } else {
+        #[unroll]
+        for s in 0..elements {
+            a[s] = p[s];
+        }
+    }
+    if whole.here {
+        #[unroll]
+        for s in 0..elements {
+            let (i, j) = (top + comptime!(s / columns), left + comptime!(s % columns));
+            if i < k && j < k {
+                out.set(whole.matrix * stride + i * k + j, a[s] / square.sqrt());
+            }
+        }
+    }
+}
+
+/// What X is multiplied by in one iteration or in two. In the first, the shares are of blocks over their own powers of two.
+/// A cube has a matrix.
 ///
 /// Mutants: 2 takes the first block's norm, 3 drops the square of A, 4 misses the last block of A.
 #[cube(launch_unchecked)]
@@ -38,125 +211,20 @@ fn polynomial_kernel(
     shares: &Floats,
     out: &mut Floats,
     table: Table,
-    #[comptime] first: bool,
+    first: u32,
+    two: u32,
     #[comptime] mutant: u32,
 ) {
-    let me = UNIT_POS as usize;
-    let units = comptime!(UNITS as usize);
-    let side = comptime!(SIDE);
-    let (row, column) = (me / 16 * 2, me % 16 * 2);
-    let tile = tile_of(&table, comptime!(SIDE));
-    let k = tile.k;
-    let mut blocks = tile.blocks;
-    if comptime!(mutant == 4) {
-        blocks = tile.blocks - 1;
-    }
-    let mut inverse = 1.0f32;
-    let mut square = 1.0f32;
-    if comptime!(first) {
-        if tile.here {
-            let scale = scale_of(tile.cubes, tile.blocks, scales);
-            inverse = inverse_of(scale);
-            square = square_of(tile.cubes, tile.blocks, inverse, scales, squares, mutant);
-        }
-    }
-    let mut of_left = SharedMemory::<f32>::new_aligned(comptime!(SIDE * SIDE), 16usize);
-    let mut of_right = SharedMemory::<f32>::new_aligned(comptime!(SIDE * SIDE), 16usize);
-    let mut sums = Array::<f32>::new(4usize);
-    let mut own = Array::<f32>::new(4usize);
-    #[unroll]
-    for s in 0..4usize {
-        sums[s] = 0.0f32;
-        own[s] = 0.0f32;
-    }
-    let stride = tile.widest * tile.widest;
-    for step in 0..k.div_ceil(side) {
-        let depth = step * side;
-        let mut lefts = Array::<f32>::new(4usize);
-        let mut rights = Array::<f32>::new(4usize);
-        #[unroll]
-        for s in 0..4usize {
-            lefts[s] = 0.0f32;
-            rights[s] = 0.0f32;
-        }
-        // The blocks are outside, so that a unit has eight loads under way.
-        for block in 0..blocks {
-            let from = (tile.cubes + block) * stride;
-            let mut weight = 1.0f32;
-            if comptime!(first) {
-                if tile.here {
-                    let ratio = scales.at(tile.cubes + block) * inverse;
-                    weight = ratio * ratio;
-                }
-            }
-            #[unroll]
-            for s in 0..4usize {
-                let d = depth + s * (units / side) + me / side;
-                let c = me % side;
-                if tile.here && d < k {
-                    if tile.top + c < k {
-                        lefts[s] += shares.at(from + d * k + tile.top + c) * weight;
-                    }
-                    if tile.left + c < k {
-                        rights[s] += shares.at(from + d * k + tile.left + c) * weight;
-                    }
-                }
-            }
-        }
-        #[unroll]
-        for s in 0..4usize {
-            let at = s * units + me;
-            if comptime!(first) {
-                lefts[s] /= square;
-                rights[s] /= square;
-            }
-            of_left[at] = lefts[s];
-            of_right[at] = rights[s];
-        }
-        sync_cube();
-        if depth == tile.top {
-            #[unroll]
-            for s in 0..4usize {
-                own[s] = of_right[(row + comptime!(s / 2)) * side + column + comptime!(s % 2)];
-            }
-        }
-        // A length known at compile time would be unrolled.
-        let mut last = k - depth;
-        if last > side {
-            last = side.runtime();
-        }
-        for d in 0..last {
-            let left0 = of_left[d * side + row];
-            let left1 = of_left[d * side + row + 1];
-            let right0 = of_right[d * side + column];
-            let right1 = of_right[d * side + column + 1];
-            sums[0] += left0 * right0;
-            sums[1] += left0 * right1;
-            sums[2] += left1 * right0;
-            sums[3] += left1 * right1;
-        }
-        sync_cube();
-    }
-    let mut quintic = f32::new(comptime!(QUINTIC));
-    if comptime!(mutant == 3) {
-        quintic = 0.0f32;
-    }
-    if tile.here {
-        #[unroll]
-        for s in 0..4usize {
-            let i = tile.top + row + comptime!(s / 2);
-            let j = tile.left + column + comptime!(s % 2);
-            if i < k && j < k {
-                let mut value = quintic * sums[s] + comptime!(CUBIC) * own[s];
-                if i == j {
-                    value += comptime!(LINEAR);
-                }
-                if comptime!(first) {
-                    value = value / square.sqrt();
-                }
-                out.set(tile.matrix * stride + i * k + j, value);
-            }
-        }
+    let (first, two) = (first == 1u32, two == 1u32);
+    let whole = whole_of(&table);
+    let mut of_a = SharedMemory::<f32>::new_aligned(comptime!(SLAB), 16usize);
+    let mut of_b = SharedMemory::<f32>::new_aligned(comptime!(SLAB), 16usize);
+    if whole.k <= NARROW {
+        let wide = 4usize;
+        polynomials_of(scales, squares, shares, out, &mut of_a, &mut of_b, &whole, first, two, wide, mutant);
+    } else {
+        let wide = 6usize;
+        polynomials_of(scales, squares, shares, out, &mut of_a, &mut of_b, &whole, first, two, wide, mutant);
     }
 }
 
@@ -203,7 +271,8 @@ fn step_of(
                 norms.set(block.norms + top + me, square.sqrt());
             }
         } else {
-            tall::add_products(tile, tall::rows_in(top, block.end, most), &mut sums, columns);
+            let rows = tall::rows_in(top, block.end, most);
+            tall::add_share(tile, rows, &mut sums, shares, block, number == 0, columns);
         }
         // The next rows come into the same memory.
         sync_cube();
@@ -222,17 +291,15 @@ fn step_kernel(
     shares: &mut Floats,
     norms: &mut Floats,
     table: Table,
-    #[comptime] first: bool,
+    first: u32,
     #[comptime] last: bool,
 ) {
     let block = block_of(&table, tall::NO_FAULT);
     let mut tile = SharedMemory::<f32>::new_aligned(comptime!(HELD), 16usize);
     let mut slab = SharedMemory::<f32>::new_aligned(comptime!(HELD), 16usize);
     let mut factor = 1.0f32;
-    if comptime!(first) {
-        if block.here {
-            factor = inverse_of(scale_of(block.cubes, block.blocks, scales));
-        }
+    if first == 1u32 && block.here {
+        factor = inverse_of(scale_of(block.cubes, block.blocks, scales));
     }
     if block.k <= NARROW {
         step_of(polynomials, x, shares, norms, &mut tile, &mut slab, &block, factor, last, 4usize);
@@ -249,14 +316,17 @@ pub(super) fn shares<R: Engine>(b: &Device<R>, of: &Stack) -> Result<Tensor> {
 /// Iterates on X in place, from the first shares of A; writes the norms of its rows.
 pub(super) fn iterate<R: Engine>(b: &Device<R>, of: &Stack, shares: &Tensor, iterations: usize) -> Result<()> {
     let polynomials = b.float_scratch(&[of.layout.matrices, of.layout.widest, of.layout.widest])?;
-    for iteration in 0..iterations {
-        let (first, last) = (iteration == 0, iteration + 1 == iterations);
+    let mut done = 0;
+    while done < iterations {
+        let (first, two) = (done == 0, done + 1 < iterations);
+        done += if two { 2 } else { 1 };
+        let last = done == iterations;
         let uses = [&of.scales, &of.squares, shares, &polynomials];
-        let grid = Grid::cubes(of.layout.tiles, UNITS);
+        let grid = Grid::cubes(of.layout.matrices, UNITS);
         let bytes = shares.bytes() + polynomials.bytes();
         b.launch("muon::polynomial", grid, bytes, &uses, |client, cubes, dim| {
             let [scales, squares, shares, polynomials] = uses.map(|t| b.floats(t));
-            let mutant = of.mutant(if first { &[2, 3, 4] } else { &[3, 4] });
+            let mutant = of.mutant(&[2, 3, 4]);
             // SAFETY: a cube writes its own tile of a matrix; every access is guarded by k.
             unsafe {
                 polynomial_kernel::launch_unchecked::<R>(
@@ -268,7 +338,8 @@ pub(super) fn iterate<R: Engine>(b: &Device<R>, of: &Stack, shares: &Tensor, ite
                     shares,
                     polynomials,
                     of.layout.table(),
-                    first,
+                    u32::from(first),
+                    u32::from(two),
                     mutant,
                 )
             }
@@ -290,7 +361,7 @@ pub(super) fn iterate<R: Engine>(b: &Device<R>, of: &Stack, shares: &Tensor, ite
                     shares,
                     norms,
                     of.layout.table(),
-                    first,
+                    u32::from(first),
                     last,
                 )
             }

@@ -6,7 +6,7 @@ use dormouse_reference::Result;
 use super::{Class, Entry, STEM};
 use crate::device::Device;
 use crate::runtime::Engine;
-use crate::tall::{self, Block, Blocks, ENTRIES, Layout, Table, pick};
+use crate::tall::{self, Block, Blocks, ENTRIES, Layout, Table, UNITS, pick};
 use crate::tensor::Tensor;
 
 /// The matrices of a launch in scratch.
@@ -29,20 +29,14 @@ pub(super) struct Stack {
 }
 
 impl Stack {
-    /// Lays out the matrices of at most [`ENTRIES`] entries; `blocks` cuts the rows of a matrix `[n, k]`, and polynomials
-    /// are computed in tiles of `side` rows and columns.
-    pub fn new<R: Engine>(
-        b: &Device<R>,
-        classes: &[Class],
-        blocks: impl Fn(usize, usize) -> Blocks,
-        side: usize,
-    ) -> Result<Self> {
+    /// Lays out the matrices of at most [`ENTRIES`] entries; `blocks` cuts the rows of a matrix `[n, k]`.
+    pub fn new<R: Engine>(b: &Device<R>, classes: &[Class], blocks: impl Fn(usize, usize) -> Blocks) -> Result<Self> {
         let all = || classes.iter().flat_map(|class| class.entries.iter().map(move |entry| (class, *entry)));
         let tall = |(class, entry): (&Class, Entry)| {
             let (k, n) = class.sides();
             tall::Entry { count: entry.count, n, k, start: None }
         };
-        let layout = Layout::new(all().map(tall), blocks, side);
+        let layout = Layout::new(all().map(tall), blocks);
         let of_cubes = || b.float_scratch(&[layout.cubes]);
         Ok(Self {
             entries: all().map(|(class, entry)| (entry, class.rows <= class.width)).collect(),
@@ -128,13 +122,33 @@ pub(super) fn place_of(block: &Block, table: &Table, places: &Places, #[comptime
     Place { origin: start + block.place / heads * stored_rows * columns + head * width, row_step, column_step, turned }
 }
 
-/// The place in a block of its `i`-th element, so that neighbours read what is stored side by side: as row times k plus
-/// column. `i` is below rows times k.
+/// Elements that a unit reads before it writes the first.
+pub(super) const AHEAD: usize = 4;
+
+/// An element of a block, and where it lies in the flat buffers.
+#[derive(CubeType, Clone, Copy)]
+pub(super) struct Element {
+    pub here: bool,
+    pub row: usize,
+    pub column: usize,
+    pub flat: usize,
+}
+
+/// This unit's element in a turn over the `elements` of a block: neighbours have what is stored side by side.
 #[cube]
-pub(super) fn in_block(i: usize, block: &Block, place: &Place) -> usize {
-    let mut at = i;
+pub(super) fn element_of(turn: usize, elements: usize, block: &Block, place: &Place) -> Element {
+    let i = turn * comptime!(UNITS as usize) + UNIT_POS as usize;
+    let mut down = i / block.k;
+    let mut column = i % block.k;
     if place.turned {
-        at = i % block.rows * block.k + i / block.rows;
+        down = i % block.rows;
+        column = i / block.rows;
     }
-    at
+    let row = block.first + down;
+    Element {
+        here: i < elements && row < block.end,
+        row,
+        column,
+        flat: place.origin + row * place.row_step + column * place.column_step,
+    }
 }

@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 use dormouse_reference::Result;
 
-use super::table::{Places, Stack, in_block, place_of};
+use super::table::{AHEAD, Places, Stack, element_of, place_of};
 use super::{Call, divisor_of};
 use crate::cube;
 use crate::device::Device;
@@ -146,24 +146,36 @@ fn write_kernel(
             decay = 0.0f32;
         }
         let elements = block.rows * k;
-        for step in 0..elements.div_ceil(units) {
-            let i = step * units + me;
-            if i < elements {
-                let at = in_block(i, &block, &place);
-                let (row, column) = (block.first + at / k, at % k);
-                if row < block.end {
-                    let mut value = x.at(block.x + row * k + column);
+        let mut momenta = Array::<f32>::new(AHEAD);
+        let mut weights = Array::<f32>::new(AHEAD);
+        for step in 0..elements.div_ceil(comptime!(AHEAD) * units) {
+            #[unroll]
+            for n in 0..comptime!(AHEAD) {
+                let element = element_of(step * comptime!(AHEAD) + n, elements, &block, &place);
+                let mut momentum = 0.0f32;
+                let mut weight = 0.0f32;
+                if element.here {
+                    let mut value = x.at(block.x + element.row * k + element.column);
                     if comptime!(plus) {
-                        let mut divisor = divisor_of(norms.at(block.norms + row), row_mean, mutant);
+                        let mut divisor = divisor_of(norms.at(block.norms + element.row), row_mean, mutant);
                         if comptime!(mutant == 9) {
                             divisor = 1.0f32;
                         }
-                        value = value / divisor / divisors.at(own + column);
+                        value = value / divisor / divisors.at(own + element.column);
                     }
-                    let flat = place.origin + row * place.row_step + column * place.column_step;
-                    m.set(flat, keep * m.at(flat) + take * grads.at(flat));
-                    let w = params.at(flat);
-                    params.set(flat, w - decay * w - step_size * value);
+                    momentum = keep * m.at(element.flat) + take * grads.at(element.flat);
+                    let w = params.at(element.flat);
+                    weight = w - decay * w - step_size * value;
+                }
+                momenta[n] = momentum;
+                weights[n] = weight;
+            }
+            #[unroll]
+            for n in 0..comptime!(AHEAD) {
+                let element = element_of(step * comptime!(AHEAD) + n, elements, &block, &place);
+                if element.here {
+                    m.set(element.flat, momenta[n]);
+                    params.set(element.flat, weights[n]);
                 }
             }
         }

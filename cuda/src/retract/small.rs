@@ -148,7 +148,7 @@ pub(super) fn update<R: Engine>(
         k: *k,
         start: Some(factor.start),
     });
-    let of = Layout::new(entries, tall::blocks, LARGEST_K);
+    let of = Layout::new(entries, tall::blocks);
     let shares = b.float_scratch(&[of.cubes, of.widest, of.widest])?;
     let scales = b.float_scratch(&[of.cubes])?;
     let products = b.float_scratch(&[of.matrices, of.widest, of.widest])?;

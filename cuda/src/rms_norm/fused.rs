@@ -32,8 +32,10 @@ fn forward_kernel(
 ) {
     let (n, lane) = (rows::row(), rows::lane());
     let width = width as usize;
-    let lanes = comptime!(rows::LANES as usize);
+    let at = n * width;
     let mut shared = SharedMemory::<f32>::new(comptime!(rows::UNITS as usize));
+    let mut values = Array::<f32>::new(comptime!(rows::AHEAD));
+    let mut shifts = Array::<f32>::new(comptime!(rows::AHEAD));
     let here = n < rows as usize;
     let mut square = 0.0f32;
     let mut columns = width;
@@ -41,15 +43,21 @@ fn forward_kernel(
         columns = width - 1;
     }
     if here {
-        for step in 0..columns.div_ceil(lanes) {
-            let d = step * lanes + lane;
-            if d < columns {
-                let mut value = x.at(n * width + d);
+        for step in 0..columns.div_ceil(comptime!(rows::TOGETHER)) {
+            let first = step * comptime!(rows::TOGETHER) + lane;
+            rows::load(x, &mut values, at, first, columns);
+            if has_shift {
+                rows::load(shift, &mut shifts, 0usize, first, columns);
+            }
+            #[unroll]
+            for i in 0..comptime!(rows::AHEAD) {
                 if has_shift {
-                    value += shift.at(d);
-                    c.set(n * width + d, value);
+                    values[i] = values[i] + shifts[i];
                 }
-                square += value * value;
+                square += values[i] * values[i];
+            }
+            if has_shift {
+                rows::store(c, &values, at, first, columns);
             }
         }
     }
@@ -71,16 +79,22 @@ fn forward_kernel(
         if lane == 0 {
             rho.set(n, scale);
         }
-        for step in 0..width.div_ceil(lanes) {
-            let d = step * lanes + lane;
-            if d < width {
-                let at = n * width + d;
-                let mut value = x.at(at);
-                if has_shift {
-                    value += shift.at(d);
-                }
-                y.set(at, scale * value * gain.at(d));
+        let mut gains = Array::<f32>::new(comptime!(rows::AHEAD));
+        for step in 0..width.div_ceil(comptime!(rows::TOGETHER)) {
+            let first = step * comptime!(rows::TOGETHER) + lane;
+            rows::load(x, &mut values, at, first, width);
+            rows::load(gain, &mut gains, 0usize, first, width);
+            if has_shift {
+                rows::load(shift, &mut shifts, 0usize, first, width);
             }
+            #[unroll]
+            for i in 0..comptime!(rows::AHEAD) {
+                if has_shift {
+                    values[i] = values[i] + shifts[i];
+                }
+                values[i] = scale * values[i] * gains[i];
+            }
+            rows::store(y, &values, at, first, width);
         }
     }
 }
@@ -103,17 +117,24 @@ fn backward_kernel(
 ) {
     let (n, lane) = (rows::row(), rows::lane());
     let width = width as usize;
-    let lanes = comptime!(rows::LANES as usize);
+    let at = n * width;
     let mut shared = SharedMemory::<f32>::new(comptime!(rows::UNITS as usize));
+    let mut cs = Array::<f32>::new(comptime!(rows::AHEAD));
+    let mut dys = Array::<f32>::new(comptime!(rows::AHEAD));
+    let mut gains = Array::<f32>::new(comptime!(rows::AHEAD));
     let here = n < rows as usize;
     let mut scale = 0.0f32;
     let mut product = 0.0f32;
     if here {
         scale = rho.at(n);
-        for step in 0..width.div_ceil(lanes) {
-            let d = step * lanes + lane;
-            if d < width {
-                product += scale * c.at(n * width + d) * dy.at(n * width + d) * gain.at(d);
+        for step in 0..width.div_ceil(comptime!(rows::TOGETHER)) {
+            let first = step * comptime!(rows::TOGETHER) + lane;
+            rows::load(c, &mut cs, at, first, width);
+            rows::load(dy, &mut dys, at, first, width);
+            rows::load(gain, &mut gains, 0usize, first, width);
+            #[unroll]
+            for i in 0..comptime!(rows::AHEAD) {
+                product += scale * cs[i] * dys[i] * gains[i];
             }
         }
     }
@@ -122,16 +143,24 @@ fn backward_kernel(
         mean = 0.0f32;
     }
     if here {
-        for step in 0..width.div_ceil(lanes) {
-            let d = step * lanes + lane;
-            if d < width {
-                let at = n * width + d;
-                let mut value = scale * (dy.at(at) * gain.at(d) - scale * c.at(at) * mean);
-                if comptime!(has_dc && mutant != 6) {
-                    value += dc.at(at);
-                }
-                dx.set(at, value);
+        let mut arriving = Array::<f32>::new(comptime!(rows::AHEAD));
+        for step in 0..width.div_ceil(comptime!(rows::TOGETHER)) {
+            let first = step * comptime!(rows::TOGETHER) + lane;
+            rows::load(c, &mut cs, at, first, width);
+            rows::load(dy, &mut dys, at, first, width);
+            rows::load(gain, &mut gains, 0usize, first, width);
+            if comptime!(has_dc && mutant != 6) {
+                rows::load(dc, &mut arriving, at, first, width);
             }
+            #[unroll]
+            for i in 0..comptime!(rows::AHEAD) {
+                let mut value = scale * (dys[i] * gains[i] - scale * cs[i] * mean);
+                if comptime!(has_dc && mutant != 6) {
+                    value += arriving[i];
+                }
+                cs[i] = value;
+            }
+            rows::store(dx, &cs, at, first, width);
         }
     }
 }

@@ -29,6 +29,9 @@ const UNITS: u32 = 256;
 /// Elements of a unit before there are more cubes of them than [`CUBES`].
 const ELEMENTS: usize = 8;
 
+/// Elements that a unit reads before it uses the first.
+const AHEAD: usize = 4;
+
 /// The most cubes of a launch: some for every multiprocessor of a large device, and few sums for the last launch.
 const CUBES: usize = 1024;
 
@@ -70,31 +73,43 @@ fn measure_kernel(
     let mut small = 0.0f32;
     let mut bad = 0u32;
     let stride = cubes * UNITS;
-    for step in 0..(last - first).div_ceil(stride) {
-        let i = (first + step * stride) as usize + CUBE_POS * comptime!(UNITS as usize) + UNIT_POS as usize;
-        if i < last as usize {
-            let bits = magnitude(grads.at(i));
-            let mut inside = ranges::value_of(i, &starts, &clipped);
-            if comptime!(mutant == 1) {
-                inside = 1.0f32;
-            }
-            if bits >= comptime!(INFINITY) {
-                bad += 1u32;
-            } else if inside > 0.0f32 {
-                let g = f32::reinterpret(bits);
-                if bits >= comptime!(LARGE) {
-                    let scaled = g * comptime!(SHRINK);
-                    large += scaled * scaled;
-                } else if bits >= comptime!(MIDDLE) {
-                    if comptime!(mutant == 4) {
-                        let renamed = g * g;
-                        middle += renamed;
+    let mut loaded = Array::<u32>::new(AHEAD);
+    for turn in 0..(last - first).div_ceil(stride * comptime!(AHEAD as u32)) {
+        let step = turn * comptime!(AHEAD as u32);
+        let start = (first + step * stride) as usize + CUBE_POS * comptime!(UNITS as usize) + UNIT_POS as usize;
+        #[unroll]
+        for n in 0..AHEAD {
+            // Not guarded by a branch, so that all of them are under way together.
+            let i = start + n * stride as usize;
+            loaded[n] = grads.at(select(i < last as usize, i, first as usize));
+        }
+        #[unroll]
+        for n in 0..AHEAD {
+            let i = start + n * stride as usize;
+            if i < last as usize {
+                let bits = magnitude(loaded[n]);
+                let mut inside = ranges::value_of(i, &starts, &clipped);
+                if comptime!(mutant == 1) {
+                    inside = 1.0f32;
+                }
+                if bits >= comptime!(INFINITY) {
+                    bad += 1u32;
+                } else if inside > 0.0f32 {
+                    let g = f32::reinterpret(bits);
+                    if bits >= comptime!(LARGE) {
+                        let scaled = g * comptime!(SHRINK);
+                        large += scaled * scaled;
+                    } else if bits >= comptime!(MIDDLE) {
+                        if comptime!(mutant == 4) {
+                            let renamed = g * g;
+                            middle += renamed;
+                        } else {
+                            middle += g * g;
+                        }
                     } else {
-                        middle += g * g;
+                        let scaled = g * comptime!(GROW);
+                        small += scaled * scaled;
                     }
-                } else {
-                    let scaled = g * comptime!(GROW);
-                    small += scaled * scaled;
                 }
             }
         }

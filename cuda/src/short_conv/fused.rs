@@ -26,6 +26,9 @@ const COLUMNS: u32 = 64;
 /// Units of a cube of the backward pass that have neighbouring spans of one channel.
 const LANES: u32 = 4;
 
+/// Positions that a unit reads before it writes the first of them.
+const AHEAD: usize = 4;
+
 /// Units of a cube of the backward pass.
 const UNITS: u32 = COLUMNS * LANES;
 
@@ -75,23 +78,34 @@ fn forward_kernel(
         let mut x0 = joined(x, context, b, first, c, time, channels, seen);
         let mut x1 = joined(x, context, b, first + 1, c, time, channels, seen);
         let mut x2 = joined(x, context, b, first + 2, c, time, channels, seen);
-        for t in first..last {
-            let at = (b * time + t) * channels + c;
-            let x3 = x.at(at);
-            let sum = shift + w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3;
-            let (open, _closed) = sigmoids(sum);
-            let mut value = sum * open;
-            if comptime!(mutant == 3) {
-                value = open;
+        let mut xs = Array::<f32>::new(AHEAD);
+        for turn in 0..(last - first).div_ceil(AHEAD) {
+            let start = first + turn * comptime!(AHEAD);
+            #[unroll]
+            for n in 0..AHEAD {
+                xs[n] = x.at((b * time + select(start + n < last, start + n, start)) * channels + c);
             }
-            if comptime!(mutant == 4) {
-                let renamed = sum * open;
-                value = renamed;
+            #[unroll]
+            for n in 0..AHEAD {
+                let t = start + n;
+                if t < last {
+                    let x3 = xs[n];
+                    let sum = shift + w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3;
+                    let (open, _closed) = sigmoids(sum);
+                    let mut value = sum * open;
+                    if comptime!(mutant == 3) {
+                        value = open;
+                    }
+                    if comptime!(mutant == 4) {
+                        let renamed = sum * open;
+                        value = renamed;
+                    }
+                    y.set((b * time + t) * channels + c, value);
+                    x0 = x1;
+                    x1 = x2;
+                    x2 = x3;
+                }
             }
-            y.set(at, value);
-            x0 = x1;
-            x1 = x2;
-            x2 = x3;
         }
         if last == time {
             let at = b * comptime!(CONTEXT) * channels + c;
@@ -184,46 +198,63 @@ fn backward_kernel(
         if comptime!(has_next && mutant != 6) {
             tail = time;
         }
-        for u in first..last + before {
-            let mut x3 = 0.0f32;
-            let mut d0 = 0.0f32;
-            if u < long {
-                x3 = joined(x, context, b, u, c, time, channels, has_context);
-                if u >= begin + before {
+        let end = last + before;
+        let mut xs = Array::<f32>::new(AHEAD);
+        let mut dys = Array::<f32>::new(AHEAD);
+        for turn in 0..(end - first).div_ceil(AHEAD) {
+            // The loads of all of them are under way before the first result is written.
+            #[unroll]
+            for n in 0..AHEAD {
+                let u = first + turn * comptime!(AHEAD) + n;
+                xs[n] = 0.0f32;
+                dys[n] = 0.0f32;
+                if u < long && u < end {
+                    xs[n] = joined(x, context, b, u, c, time, channels, has_context);
+                    if u >= begin + before {
+                        dys[n] = dy.at((b * time + u - before) * channels + c);
+                    }
+                }
+            }
+            #[unroll]
+            for n in 0..AHEAD {
+                let u = first + turn * comptime!(AHEAD) + n;
+                let x3 = xs[n];
+                let mut d0 = 0.0f32;
+                if u < long && u >= begin + before {
                     let sum = shift + w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3;
                     let (open, closed) = sigmoids(sum);
                     let mut slope = open * (1.0f32 + sum * closed);
                     if comptime!(mutant == 5) {
                         slope = open;
                     }
-                    d0 = dy.at((b * time + u - before) * channels + c) * slope;
+                    d0 = dys[n] * slope;
                 }
-            }
-            if u >= first + before {
-                let i = u - before;
-                s0 += d0 * x0;
-                s1 += d0 * x1;
-                s2 += d0 * x2;
-                s3 += d0 * x3;
-                s4 += d0;
-                let mut value = w0 * d0 + w1 * d1 + w2 * d2 + w3 * d3;
-                if i >= tail {
-                    value += dnext.at((b * before + i - time) * channels + c);
-                }
-                if i >= before {
-                    dx.set((b * time + i - before) * channels + c, value);
-                } else {
-                    if has_context {
-                        dcontext.set((b * before + i) * channels + c, value);
+                if u >= first + before && u < end {
+                    let i = u - before;
+                    s0 += d0 * x0;
+                    s1 += d0 * x1;
+                    s2 += d0 * x2;
+                    s3 += d0 * x3;
+                    s4 += d0;
+                    let mut value = w0 * d0 + w1 * d1 + w2 * d2 + w3 * d3;
+                    if i >= tail {
+                        value += dnext.at((b * before + i - time) * channels + c);
+                    }
+                    if i >= before {
+                        dx.set((b * time + i - before) * channels + c, value);
+                    } else {
+                        if has_context {
+                            dcontext.set((b * before + i) * channels + c, value);
+                        }
                     }
                 }
+                x0 = x1;
+                x1 = x2;
+                x2 = x3;
+                d3 = d2;
+                d2 = d1;
+                d1 = d0;
             }
-            x0 = x1;
-            x1 = x2;
-            x2 = x3;
-            d3 = d2;
-            d2 = d1;
-            d1 = d0;
         }
     }
     shared[unit] = s0;

@@ -94,7 +94,7 @@ fn surprise(logits: &[f64], byte: u8) -> f64 {
 
 /// A run with two kinds of step.
 fn config<B: Backend + Witness>(lab: &Lab<'_, B>) -> Config {
-    let mut config = lab.tiny();
+    let mut config = lab.preset();
     config.optimizer.retract_every_steps = 2;
     config
 }
@@ -192,7 +192,7 @@ pub fn graph<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
 
 /// A step with a NaN changes no weight and no moment, is counted, and the next step is healthy.
 fn nan<B: Backend + Witness>(lab: &Lab<'_, B>, fault: Ablation) -> Result<Outcome> {
-    let config = lab.tiny();
+    let config = lab.preset();
     let mut learner = lab.learner(&config, lab.graphs)?;
     // Enough steps that the healthy one is replayed where there are graphs; elsewhere all steps are alike, and one gives
     // the moments values.
@@ -292,7 +292,7 @@ pub fn captures<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
 
 /// After the second step nothing is allocated, and the arena stays as large as it is.
 pub fn memory<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
-    let (config, n) = (lab.tiny(), 2);
+    let (config, n) = (lab.preset(), 2);
     let mut learner = lab.learner(&config, lab.graphs)?;
     if learner.backend().activity().allocations == 0 {
         return Ok(Outcome::NotRun("the backend counts no allocations".into()));
