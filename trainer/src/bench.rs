@@ -4,6 +4,7 @@
 //! medians of the processes are averaged; what lies between the largest and the smallest is the run-to-run spread, and
 //! a difference below it is none. A few more steps under timers give the share of a step in which the device works.
 
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
@@ -21,13 +22,15 @@ use crate::instruments::{Witness, sites};
 use crate::progress::say;
 use crate::train::{Build, Learner, training};
 
+mod map;
+
 /// Steps under timers after the timed ones.
 const DEVICE_STEPS: u64 = 5;
 
 /// What one process measured.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-struct Measured {
-    facts: Facts,
+pub(crate) struct Measured {
+    pub facts: Facts,
     preset: String,
     batch: usize,
     seq: usize,
@@ -40,15 +43,23 @@ struct Measured {
     jepa: Option<String>,
     graph: bool,
     step_to: u64,
+    /// The first step, which compiles what no cache has.
+    pub first_ms: f64,
     /// Median and interquartile range.
-    ms_median: f64,
+    pub ms_median: f64,
     ms_iqr: f64,
-    launches: Option<f64>,
-    nodes: Option<f64>,
+    pub launches: Option<f64>,
+    pub nodes: Option<f64>,
+    /// Bytes that the kernels of a step have to read and write.
+    pub bytes: Option<f64>,
+    /// Allocations in all timed steps together.
+    pub allocations: Option<u64>,
+    /// What the account of asked and used passes has found wrong.
+    pub problems: Vec<String>,
     captures: Option<u64>,
     syncs: Option<f64>,
     eager_us: Option<f64>,
-    graph_us: Option<f64>,
+    pub graph_us: Option<f64>,
     device_ms: Option<f64>,
     mem_peak_mib: Option<f64>,
     /// The sentence on what a step waits for.
@@ -71,6 +82,9 @@ pub fn command(arguments: &BenchArgs, build: Build) -> Result<()> {
         say(&serde_json::to_string(&measured).context("bench: cannot write JSON")?);
         return Ok(());
     }
+    if let Some(path) = &arguments.map {
+        return map::write(path);
+    }
     if arguments.processes < 2 && arguments.append.is_some() {
         let problem = "bench: one process has no run-to-run spread; give --processes 2 or more with --append";
         bail!(ConfigError::Usage(problem.into()));
@@ -85,7 +99,7 @@ pub fn command(arguments: &BenchArgs, build: Build) -> Result<()> {
     let mut all = Vec::new();
     for _ in 0..arguments.processes.max(1) {
         alone()?;
-        let measured = one_process()?;
+        let measured = one_process(&[], None)?;
         say(&format!(
             "{}: median {:.3} ms a step, interquartile range {:.3} ms, steps {} to {}",
             measured.facts.line(),
@@ -108,7 +122,7 @@ pub fn command(arguments: &BenchArgs, build: Build) -> Result<()> {
 }
 
 /// Refuses to measure while another process computes on the GPU. Where nobody can be asked, nothing is known.
-fn alone() -> Result<()> {
+pub(crate) fn alone() -> Result<()> {
     let asked = Command::new("nvidia-smi").args(["--query-compute-apps=pid", "--format=csv,noheader"]).output();
     let Some(answer) = asked.ok().filter(|answer| answer.status.success()) else { return Ok(()) };
     let text = String::from_utf8_lossy(&answer.stdout);
@@ -117,10 +131,14 @@ fn alone() -> Result<()> {
     Ok(())
 }
 
-/// Runs this program again with the same words, to measure in a process of its own.
-fn one_process() -> Result<Measured> {
+/// Runs this program again with the same words and some more, to measure in a process of its own; with a folder, that is
+/// its cache of compiled kernels.
+pub(crate) fn one_process(more: &[&str], cache: Option<&Path>) -> Result<Measured> {
     let program = std::env::current_exe().context("bench: this program cannot find itself")?;
-    let child = Command::new(program).args(std::env::args_os().skip(1)).arg("--one").stdout(Stdio::piped()).output();
+    let mut command = Command::new(program);
+    command.args(std::env::args_os().skip(1)).args(more).arg("--one").stdout(Stdio::piped());
+    command.envs(cache.map(|folder| ("DORMOUSE_CACHE", folder)));
+    let child = command.output();
     let child = child.context("bench: cannot start a process")?;
     ensure!(
         child.status.success(),
@@ -138,13 +156,16 @@ fn measure(config: &Config, steps: u64, build: Build) -> Result<Measured> {
     let mut learner = build(config)?;
     let price = learner.witness().map(Witness::launch_price).transpose()?.flatten();
     let mut batches = data.prefetch(config, 0..steps + DEVICE_STEPS)?;
-    let mut times = Vec::new();
+    let (mut times, mut first_ms) = (Vec::new(), 0.0);
     let mut from = Counts::default();
     for step in 0..steps {
         if step == COLD_STEPS {
             from = Counts::of(&*learner);
         }
         let took = one_step(&mut *learner, config, &mut batches)?;
+        if step == 0 {
+            first_ms = took;
+        }
         if step >= COLD_STEPS {
             times.push(took);
         }
@@ -174,10 +195,14 @@ fn measure(config: &Config, steps: u64, build: Build) -> Result<Measured> {
         }),
         graph: learner.witness().is_some_and(|witness| witness.captures() > 0),
         step_to: steps,
+        first_ms,
         ms_median: quantile(0.5),
         ms_iqr: quantile(0.75) - quantile(0.25),
         launches,
         nodes,
+        bytes: each(to.bytes, from.bytes),
+        allocations: counted.then(|| to.allocations - from.allocations),
+        problems: learner.engagement().map(|account| account.problems()).unwrap_or_default(),
         captures: learner.witness().map(Witness::captures),
         syncs: each(to.syncs, from.syncs),
         eager_us: price.map(|price| price.eager_us),
@@ -225,6 +250,8 @@ struct Counts {
     nodes: u64,
     /// Waits of the host inside and between steps.
     syncs: u64,
+    bytes: u64,
+    allocations: u64,
 }
 
 impl Counts {
@@ -232,7 +259,10 @@ impl Counts {
         learner.witness().map_or(Self::default(), |witness| {
             let steps = training(witness);
             let syncs = sites(witness).values().map(|site| site.syncs).sum();
-            Self { launches: steps.launches, nodes: steps.nodes, syncs }
+            let ledgers = witness.ledgers();
+            let bytes = ledgers.iter().filter(|(purpose, _)| purpose.starts_with("train")).map(|(_, l)| l.bytes()).sum();
+            let allocations = witness.activity().allocations;
+            Self { launches: steps.launches, nodes: steps.nodes, syncs, bytes, allocations }
         })
     }
 }
@@ -305,7 +335,7 @@ fn row(all: &[Measured], note: &str) -> Result<Row> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use anyhow::Result;
     use dormouse_reference::Reference;
 
@@ -316,7 +346,7 @@ mod tests {
     use crate::learner::ModelLearner;
     use crate::train::Learner;
 
-    fn measured() -> Measured {
+    pub(super) fn measured() -> Measured {
         let mut config = preset("tiny").unwrap();
         config.run.backend = Backend::Cpu;
         (config.train.batch_rows, config.data.seq_bytes) = (1, 8);

@@ -467,6 +467,7 @@ pub struct CheckArgs {
 #[command(after_help = "Examples:
   dormouse bench --steps 300                          the step of `nano` on what answers
   dormouse bench --backend cuda --append benches/history.tsv --note 'after the new gemm'
+  dormouse bench --preset small --precision bf16 --steps 120 --map docs/map.md
 
 The first 50 steps are never timed: they compile, lay out memory, capture and warm up.")]
 pub struct BenchArgs {
@@ -491,6 +492,9 @@ pub struct BenchArgs {
     /// Note at the end of the row.
     #[arg(long, value_name = "TEXT", default_value = "-")]
     pub note: String,
+    /// Measure what each lever of the step's speed is worth, one process for each, and write the table to this file.
+    #[arg(long, value_name = "FILE", conflicts_with = "append")]
+    pub map: Option<PathBuf>,
     /// Measure in this process and print one JSON object.
     #[arg(long, hide = true)]
     pub one: bool,

@@ -58,9 +58,9 @@ enum Task {
     },
     /// Run the criterion benches (release profile) after their gate is green.
     Bench {
-        /// The stem, or `step` for the trainer's step; all without one.
+        /// The stem, `step` for the trainer's step, or `map` for what each lever of it is worth; all stems without one.
         name: Option<String>,
-        /// For `step`: passed to `dormouse bench`, such as `--preset tiny --backend cuda --note text`.
+        /// For `step` and `map`: passed to `dormouse bench`, such as `--preset tiny --backend cuda --note text`.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         rest: Vec<String>,
     },
@@ -140,6 +140,7 @@ fn run(task: Task) -> Result<()> {
             None => gate(&root, &rest),
         },
         Task::Bench { name, rest } if name.as_deref() == Some("step") => bench_step(&root, &rest),
+        Task::Bench { name, rest } if name.as_deref() == Some("map") => bench_map(&root, &rest),
         Task::Bench { name, .. } => bench::run(&root, name.as_deref()),
         Task::Ptx { rest } => ptx::compile(&root, &rest),
         Task::Receipts { task } => receipts::run(&root, &task),
@@ -301,6 +302,13 @@ fn bench_step(root: &Path, rest: &[String]) -> Result<()> {
     must(Command::new(&program).current_dir(root).args(["check", "--quick"]))?;
     step("bench");
     must(Command::new(&program).current_dir(root).args(["bench", "--append", "benches/history.tsv"]).args(rest))
+}
+
+/// Measures what each lever of the step of `small` is worth, and writes docs/map.md.
+fn bench_map(root: &Path, rest: &[String]) -> Result<()> {
+    must(cargo(root).args(["build", "--release", "--package", "dormouse"]))?;
+    let words = ["bench", "--preset", "small", "--precision", "bf16", "--steps", "120", "--map", "docs/map.md"];
+    must(Command::new(target(root).join("release/dormouse")).current_dir(root).args(words).args(rest))
 }
 
 /// Asks the gate binary what there is, which runs no gate, and writes or checks the tables made of it.

@@ -1,0 +1,204 @@
+//! The map: what each lever of the step's speed is worth, measured one at a time on the same machine.
+//!
+//! The levers are those that were drawn up on the system which this one replaces. Each has a switch, so the step is timed
+//! with it and without; those that have become a property of the design have a counter that would show it if they came
+//! back. A lever whose processes fail is NOTRUN with the reason, never left out.
+
+use std::fmt::Write as _;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+
+use super::{Measured, alone, one_process};
+use crate::host;
+use crate::progress::say;
+
+/// A lever with a switch.
+struct Lever {
+    name: &'static str,
+    /// What turns it off, or on where `turns_on`.
+    switch: &'static [&'static str],
+    turns_on: bool,
+    /// What shows that both sides compute the same, or that they need not.
+    gate: &'static str,
+}
+
+const LEVERS: [Lever; 6] = [
+    Lever { name: "fused KDA adjoint", switch: &["--arm", "kda=plain"], turns_on: false, gate: "kda: diff, poison, det, bite" },
+    Lever {
+        name: "batched retraction",
+        switch: &["--arm", "retract_all=plain"],
+        turns_on: false,
+        gate: "retract_all: diff, poison, det, bite",
+    },
+    Lever {
+        name: "head-wise Newton-Schulz in one batch",
+        switch: &["--arm", "muon=plain"],
+        turns_on: false,
+        gate: "muon: diff, poison, det, bite",
+    },
+    Lever {
+        name: "Newton-Schulz 8 to 5 iterations",
+        switch: &["--set", "optimizer.muon_iterations=5"],
+        turns_on: true,
+        gate: "another update: `dormouse compare` decides",
+    },
+    Lever {
+        name: "fused RMSNorm",
+        switch: &["--arm", "rms_norm=plain"],
+        turns_on: false,
+        gate: "rms_norm: diff, poison, det, bite",
+    },
+    Lever {
+        name: "no objective of latents, so no teacher's forward pass",
+        switch: &["--set", "jepa.mode=off"],
+        turns_on: true,
+        gate: "another objective: `dormouse compare` decides",
+    },
+];
+
+/// What a lever does: the step without it and with it.
+struct Effect<'a> {
+    lever: &'a Lever,
+    before: std::result::Result<&'a Measured, String>,
+    after: std::result::Result<&'a Measured, String>,
+}
+
+/// Measures and writes the map.
+pub(super) fn write(path: &Path) -> Result<()> {
+    alone()?;
+    let base = one_process(&[], None)?;
+    say(&format!("{}: {:.3} ms a step", base.facts.line(), base.ms_median));
+    // Run to run nothing smaller than this can be told from nothing.
+    let again = one_process(&[], None)?;
+    let spread = (base.ms_median - again.ms_median).abs();
+    let cold = std::env::temp_dir().join(format!("dormouse-map-{}", std::process::id()));
+    let first = one_process(&[], Some(&cold)).map(|measured| measured.first_ms);
+    // A folder that stays behind costs some megabytes and nothing else.
+    let _ = std::fs::remove_dir_all(&cold);
+    let others: Vec<Result<Measured>> = LEVERS
+        .iter()
+        .map(|lever| {
+            let measured = one_process(lever.switch, None);
+            let ms = measured.as_ref().map_or("NOTRUN".to_owned(), |measured| format!("{:.3} ms", measured.ms_median));
+            say(&format!("{}: {ms}", lever.switch.join(" ")));
+            measured
+        })
+        .collect();
+    let effects: Vec<Effect<'_>> = LEVERS
+        .iter()
+        .zip(&others)
+        .map(|(lever, other)| {
+            let other = other.as_ref().map_err(|error| format!("{error:#}"));
+            let (before, after) = if lever.turns_on { (Ok(&base), other) } else { (other, Ok(&base)) };
+            Effect { lever, before, after }
+        })
+        .collect();
+    let text = page(&base, spread, first.ok(), &effects);
+    std::fs::write(path, text).with_context(|| format!("bench: cannot write {}", path.display()))
+}
+
+fn page(base: &Measured, spread: f64, cold_ms: Option<f64>, effects: &[Effect<'_>]) -> String {
+    let provenance = host::provenance(&[], 0);
+    let commit = provenance["commit"].as_str().unwrap_or("-");
+    let price = base.graph_us.unwrap_or(0.0);
+    let mut text = String::from("# What each lever is worth\n\n");
+    text.push_str("Written by `cargo xtask bench map`; do not edit. One process for each line, the others as in the first.\n\n");
+    let _ = writeln!(text, "- {}, preset {}, {} x {}, commit {commit}", base.facts.line(), base.preset, base.batch, base.seq);
+    let nodes = base.nodes.unwrap_or(0.0);
+    let _ = writeln!(
+        text,
+        "- the step: {:.3} ms (median of steps {} to {}, interquartile range {:.3}), {nodes:.0} nodes at {price:.2} us; a second \
+         process differs by {spread:.3} ms, and less than that is no effect",
+        base.ms_median,
+        super::COLD_STEPS + 1,
+        base.step_to,
+        base.ms_iqr
+    );
+    text.push_str("\n| lever | switch | nodes, without and with | MB, without and with | nodes removed x price | ms, without and with | gate | verdict |\n");
+    text.push_str("|---|---|---|---|---|---|---|---|\n");
+    for effect in effects {
+        let _ = writeln!(text, "{}", line(effect, price, spread));
+    }
+    text.push_str("\nLevers that are no longer a choice, and the counter that would show them:\n\n");
+    text.push_str("| lever | counter | now | verdict |\n|---|---|---|---|\n");
+    let verdict = |gone: bool| if gone { "GONE" } else { "BACK" };
+    let discarded = base.problems.is_empty();
+    let _ = writeln!(
+        text,
+        "| a forward pass whose result nobody uses | passes asked for, run and used (`dormouse train` prints them) | {} | {} |",
+        if discarded { "all used".to_owned() } else { base.problems.join("; ") },
+        verdict(discarded)
+    );
+    let allocations = base.allocations.unwrap_or(0);
+    let _ = writeln!(
+        text,
+        "| allocator traffic | allocations in the timed steps | {allocations} | {} |",
+        verdict(allocations == 0)
+    );
+    let _ = writeln!(
+        text,
+        "| copies that fold a KDA tensor | launches that only copy, cast or move one (`cuda/tests/kda.rs`) | 0, held by the test | GONE |"
+    );
+    let first = cold_ms.map_or("NOTRUN".to_owned(), |ms| format!("{ms:.0} ms, {:.0} with the kernels in the cache", base.first_ms));
+    let _ = writeln!(text, "| first-step cost | the first step with an empty cache of kernels | {first} | MEASURED |");
+    text
+}
+
+/// A row of the table.
+fn line(effect: &Effect<'_>, price: f64, spread: f64) -> String {
+    let lever = effect.lever;
+    let switch = format!("`{}`{}", lever.switch.join(" "), if lever.turns_on { " turns it on" } else { " turns it off" });
+    let (before, after) = match (&effect.before, &effect.after) {
+        (Ok(before), Ok(after)) => (before, after),
+        (Err(why), _) | (_, Err(why)) => {
+            let why = why.lines().next().unwrap_or_default().replace('|', "/");
+            return format!("| {} | {switch} | - | - | - | - | {} | NOTRUN {why} |", lever.name, lever.gate);
+        }
+    };
+    let number = |x: Option<f64>, scale: f64| x.map_or("-".to_owned(), |x| format!("{:.0}", x * scale));
+    let removed = before.nodes.unwrap_or(0.0) - after.nodes.unwrap_or(0.0);
+    let won = before.ms_median - after.ms_median;
+    let verdict = if won > spread { "WON" } else if won < -spread { "LOST" } else { "NO EFFECT" };
+    format!(
+        "| {} | {switch} | {}, {} | {}, {} | {removed:.0} x {price:.2} us = {:.3} ms | {:.3}, {:.3} | {} | {verdict} {won:.3} ms |",
+        lever.name,
+        number(before.nodes, 1.0),
+        number(after.nodes, 1.0),
+        number(before.bytes, 1e-6),
+        number(after.bytes, 1e-6),
+        removed * price * 1e-3,
+        before.ms_median,
+        after.ms_median,
+        lever.gate
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::measured;
+    use super::{Effect, LEVERS, line, page};
+
+    #[test]
+    fn a_lever_is_won_only_beyond_the_spread_and_what_failed_is_not_run() {
+        let slow = super::Measured { ms_median: 3.0, nodes: Some(500.0), ..measured() };
+        let fast = super::Measured { ms_median: 2.0, nodes: Some(400.0), ..measured() };
+        let effect = |before, after| Effect { lever: &LEVERS[0], before, after };
+        let won = line(&effect(Ok(&slow), Ok(&fast)), 0.65, 0.1);
+        assert!(won.contains("100 x 0.65 us = 0.065 ms") && won.ends_with("WON 1.000 ms |"), "{won}");
+        assert!(line(&effect(Ok(&slow), Ok(&fast)), 0.65, 1.5).contains("NO EFFECT"));
+        assert!(line(&effect(Ok(&fast), Ok(&slow)), 0.65, 0.1).contains("LOST"));
+        let failed = line(&effect(Err("no arm|here\nmore".into()), Ok(&fast)), 0.65, 0.1);
+        assert!(failed.ends_with("NOTRUN no arm/here |"), "{failed}");
+    }
+
+    #[test]
+    fn what_comes_back_is_said_to_be_back() {
+        let healthy = super::Measured { allocations: Some(0), problems: vec![], ..measured() };
+        let ill = super::Measured { allocations: Some(7), problems: vec!["kda: 2 unused".into()], ..measured() };
+        assert!(!page(&healthy, 0.1, None, &[]).contains("BACK"));
+        let text = page(&ill, 0.1, Some(9000.0), &[]);
+        assert_eq!(text.matches("BACK").count(), 2, "{text}");
+        assert!(text.contains("kda: 2 unused") && text.contains("9000 ms"), "{text}");
+    }
+}
