@@ -294,6 +294,33 @@ impl<R: Engine> Device<R> {
         self.scratch(shape, DType::F32)
     }
 
+    /// Refuses what cannot be copied into persistent memory; drops copies of what will be written.
+    fn check_kept(&self, from: &Tensor, into: &Tensor) -> Result<()> {
+        const OP: &str = "keep";
+        self.check_life(OP, "from", from)?;
+        if into.life != Life::Persistent {
+            return Err(Error::NotPersistent { op: OP, arg: "into" });
+        }
+        if from.shape != into.shape {
+            return Err(Error::Shape {
+                op: OP,
+                arg: "from",
+                expected: format!("{:?}, as `into`", into.shape()),
+                got: from.shape().to_vec(),
+            });
+        }
+        if from.dtype != into.dtype {
+            return Err(Error::Storage {
+                op: OP,
+                arg: "from",
+                expected: format!("{}, as `into`", into.dtype),
+                got: from.dtype,
+            });
+        }
+        self.outdated(into);
+        Ok(())
+    }
+
     /// Refuses tensors that are no floats or belong to an ended step.
     pub(crate) fn check_floats(&self, op: &'static str, tensors: &[(&'static str, &Tensor)]) -> Result<()> {
         for &(arg, tensor) in tensors {
@@ -504,29 +531,21 @@ impl<R: Engine> Tensors for Device<R> {
         words::fill(self, tensor, bits)
     }
 
+    fn keep_all(&self, pairs: &[(&Tensor, &Tensor)]) -> Result<()> {
+        for some in pairs.chunks(words::AT_ONCE) {
+            let values = some.len() > 1 && some.iter().all(|(from, into)| from.len() == 1 && !from.overlaps(into));
+            if values {
+                some.iter().try_for_each(|(from, into)| self.check_kept(from, into))?;
+                words::copy_values(self, some)?;
+            } else {
+                some.iter().try_for_each(|(from, into)| Tensors::keep(self, from, into))?;
+            }
+        }
+        Ok(())
+    }
+
     fn keep(&self, from: &Tensor, into: &Tensor) -> Result<()> {
-        const OP: &str = "keep";
-        self.check_life(OP, "from", from)?;
-        if into.life != Life::Persistent {
-            return Err(Error::NotPersistent { op: OP, arg: "into" });
-        }
-        if from.shape != into.shape {
-            return Err(Error::Shape {
-                op: OP,
-                arg: "from",
-                expected: format!("{:?}, as `into`", into.shape()),
-                got: from.shape().to_vec(),
-            });
-        }
-        if from.dtype != into.dtype {
-            return Err(Error::Storage {
-                op: OP,
-                arg: "from",
-                expected: format!("{}, as `into`", into.dtype),
-                got: from.dtype,
-            });
-        }
-        self.outdated(into);
+        self.check_kept(from, into)?;
         if !from.overlaps(into) {
             return words::copy(self, from, into);
         }
@@ -535,7 +554,6 @@ impl<R: Engine> Tensors for Device<R> {
         words::copy(self, from, &aside)?;
         words::copy(self, &aside, into)
     }
-
     fn stage(&self, stage: &'static str) {
         self.stage.set(stage);
     }

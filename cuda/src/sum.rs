@@ -72,15 +72,39 @@ pub(crate) fn add_rows<R: Engine>(b: &Device<R>, x: &Tensor, rows: usize, width:
 const COLUMNS: u32 = 32;
 const LANES: u32 = 8;
 
-/// Adds the rows of `x` to `into`. A cube has a block of columns; each of its lanes adds every `LANES`-th row, first to
-/// last, and the first lane adds up the lanes.
+/// Adds the rows of `x` to `into`, and with `two` those of `other` to `other_into`.
 #[cube(launch_unchecked)]
-fn partials_kernel(x: &Floats, into: &mut Floats, rows: u32, width: u32) {
+fn partials_kernel(
+    x: &Floats,
+    other: &Floats,
+    into: &mut Floats,
+    other_into: &mut Floats,
+    rows: u32,
+    width: u32,
+    #[comptime] two: bool,
+) {
     let (rows, width) = (rows as usize, width as usize);
+    let tiles = width.div_ceil(comptime!(COLUMNS as usize));
+    if comptime!(two) {
+        // All units of a cube agree.
+        if CUBE_POS < tiles {
+            add_columns(x, into, CUBE_POS, rows, width);
+        } else {
+            add_columns(other, other_into, CUBE_POS - tiles, rows, width);
+        }
+    } else {
+        add_columns(x, into, CUBE_POS, rows, width);
+    }
+}
+
+/// A cube has a block of columns; each of its lanes adds every `LANES`-th row, first to last, and the first lane adds up
+/// the lanes.
+#[cube]
+fn add_columns(x: &Floats, into: &mut Floats, tile: usize, rows: usize, width: usize) {
     let columns = comptime!(COLUMNS as usize);
     let lanes = comptime!(LANES as usize);
     let (x_unit, lane) = (UNIT_POS as usize % columns, UNIT_POS as usize / columns);
-    let column = CUBE_POS * columns + x_unit;
+    let column = tile * columns + x_unit;
     let mut shared = SharedMemory::<f32>::new(comptime!((COLUMNS * LANES) as usize));
     let mut total = 0.0f32;
     if column < width {
@@ -111,13 +135,37 @@ pub(crate) fn add_partials<R: Engine>(
     width: usize,
     into: &Tensor,
 ) -> Result<()> {
+    launch_partials(b, [(x, into), (x, into)], rows, width, false)
+}
+
+/// [`add_partials`] of two, in one launch.
+pub(crate) fn add_two_partials<R: Engine>(
+    b: &Device<R>,
+    pairs: [(&Tensor, &Tensor); 2],
+    rows: usize,
+    width: usize,
+) -> Result<()> {
+    launch_partials(b, pairs, rows, width, true)
+}
+
+fn launch_partials<R: Engine>(
+    b: &Device<R>,
+    [(x, into), (other, other_into)]: [(&Tensor, &Tensor); 2],
+    rows: usize,
+    width: usize,
+    two: bool,
+) -> Result<()> {
     if rows == 0 {
         return Ok(());
     }
-    let grid = Grid::cubes(width.div_ceil(COLUMNS as usize), COLUMNS * LANES);
-    b.launch("sum::partials", grid, x.bytes() + 2 * into.bytes(), &[x, into], |client, count, dim| {
+    let times = if two { 2 } else { 1 };
+    let grid = Grid::cubes(times * width.div_ceil(COLUMNS as usize), COLUMNS * LANES);
+    let bytes = times as u64 * (x.bytes() + 2 * into.bytes());
+    let uses = [x, other, into, other_into];
+    b.launch("sum::partials", grid, bytes, &uses, |client, count, dim| {
+        let [x, other, into, other_into] = uses.map(|tensor| b.floats(tensor));
         let (n, d) = (rows as u32, width as u32);
-        // SAFETY: `x` has `rows` by `width` elements, `into` has `width`.
-        unsafe { partials_kernel::launch_unchecked::<R>(client, count, dim, b.floats(x), b.floats(into), n, d) }
+        // SAFETY: what is added has `rows` by `width` elements, what it is added to has `width`.
+        unsafe { partials_kernel::launch_unchecked::<R>(client, count, dim, x, other, into, other_into, n, d, two) }
     })
 }

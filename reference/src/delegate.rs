@@ -105,6 +105,10 @@ macro_rules! delegate_backend {
                 $tensors!(self, d => $crate::Tensors::keep(d, from, into))
             }
 
+            fn keep_all(&self, pairs: &[(&$tensor, &$tensor)]) -> $crate::Result<()> {
+                $tensors!(self, d => $crate::Tensors::keep_all(d, pairs))
+            }
+
             fn step(
                 &self,
                 key: &$crate::StepKey,

@@ -126,6 +126,11 @@ pub trait Tensors {
     /// Copies `from` into the persistent tensor `into` of the same shape and type: how a result leaves a step.
     fn keep(&self, from: &Self::Tensor, into: &Self::Tensor) -> Result<()>;
 
+    /// [`keep`](Tensors::keep) of several pairs, none of which writes what another reads: a backend may do them at once.
+    fn keep_all(&self, pairs: &[(&Self::Tensor, &Self::Tensor)]) -> Result<()> {
+        pairs.iter().try_for_each(|(from, into)| self.keep(from, into))
+    }
+
     /// Runs `body` as one step.
     ///
     /// The closure must issue the same operations every time it runs under the same key, and must not read the device

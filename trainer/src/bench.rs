@@ -260,7 +260,8 @@ impl Counts {
             let steps = training(witness);
             let syncs = sites(witness).values().map(|site| site.syncs).sum();
             let ledgers = witness.ledgers();
-            let bytes = ledgers.iter().filter(|(purpose, _)| purpose.starts_with("train")).map(|(_, l)| l.bytes()).sum();
+            let bytes =
+                ledgers.iter().filter(|(purpose, _)| purpose.starts_with("train")).map(|(_, l)| l.bytes()).sum();
             let allocations = witness.activity().allocations;
             Self { launches: steps.launches, nodes: steps.nodes, syncs, bytes, allocations }
         })

@@ -280,6 +280,21 @@ impl<B: Backend + Witness> ModelLearner<B> {
         Ok(names.flatten())
     }
 
+    /// Writes losses to where a step leaves them, from number `first` on.
+    fn keep_losses<'a>(
+        &self,
+        b: &B,
+        first: usize,
+        losses: impl Iterator<Item = &'a B::Tensor>,
+    ) -> dormouse_reference::Result<()>
+    where
+        B::Tensor: 'a,
+    {
+        let places = losses.enumerate().map(|(i, loss)| Ok((loss, b.view(&self.losses, first + i, &[1])?)));
+        let places = places.collect::<dormouse_reference::Result<Vec<_>>>()?;
+        b.keep_all(&places.iter().map(|(loss, place)| (*loss, place)).collect::<Vec<_>>())
+    }
+
     /// Forward and backward of every part of the batch, into zeroed gradients.
     fn gradients(&self, b: &B) -> dormouse_reference::Result<()> {
         let (rows, t) = (self.config.train.batch_rows, self.config.data.seq_bytes);
@@ -301,9 +316,7 @@ impl<B: Backend + Witness> ModelLearner<B> {
             }
             let forward = self.model.forward(b, &batch, None)?;
             b.stage("loss");
-            for (i, loss) in forward.losses.iter().enumerate() {
-                b.keep(loss, &b.view(&self.losses, part * n + i, &[1])?)?;
-            }
+            self.keep_losses(b, part * n, forward.losses.iter())?;
             b.stage("backward");
             self.model.backward(b, &forward, &self.loss_weight)?;
         }

@@ -1,7 +1,7 @@
 //! Arm `fused`: a cube has a row at a time, and each of its units some columns of it, in registers.
 //!
 //! Forward is one launch: it reads x once and writes y. Backward is one launch that reads x, dy and `plus` once, writes dx,
-//! and leaves the sums of a block of rows for gain and bias; and one more for each of the two, which adds up the blocks.
+//! and leaves the sums of a block of rows for gain and bias; and one more, which adds up the blocks of both.
 //! That is the least there is to move: 2 and 3 (with `plus` 4) tensors the size of x.
 //!
 //! A unit's columns are registers as long as the loops over them are unrolled, which they are up to [`UNROLLED`] columns,
@@ -295,9 +295,9 @@ pub(super) fn backward<R: Engine>(b: &Device<R>, saved: &Saved, call: &Backward<
             )
         }
     })?;
-    for (half, destination) in into.into_iter().flatten().enumerate() {
-        let sums = b.view(&partial, half * blocks * width, &[blocks, width])?;
-        sum::add_partials(b, &sums, blocks, width, destination)?;
+    let half = |n: usize| b.view(&partial, n * blocks * width, &[blocks, width]);
+    match into {
+        Some([gain, bias]) => sum::add_two_partials(b, [(&half(0)?, gain), (&half(1)?, bias)], blocks, width),
+        None => Ok(()),
     }
-    Ok(())
 }

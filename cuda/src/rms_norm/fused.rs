@@ -1,5 +1,5 @@
 //! Arm `fused`: the units of a row share it, see [`rows`]. Forward is one launch. Backward is one for dx, one that sums a
-//! block of rows for both parameters at once, and one per parameter that adds up the blocks.
+//! block of rows for both parameters at once, and one that adds up the blocks.
 
 use cubecl::prelude::*;
 use dormouse_reference::Result;
@@ -266,9 +266,9 @@ pub(super) fn backward<R: Engine>(b: &Device<R>, saved: &Saved, call: &Backward<
             params_kernel::launch_unchecked::<R>(client, count, dim, c, rho, dy, dx, gain, shift, n, d, has, mutant)
         }
     })?;
-    sum::add_partials(b, &for_gain, blocks, width, dgain)?;
-    if let Some(shift) = dshift {
-        sum::add_partials(b, &for_shift, blocks, width, shift)?;
+    match dshift {
+        Some(shift) => sum::add_two_partials(b, [(&for_gain, dgain), (&for_shift, shift)], blocks, width)?,
+        None => sum::add_partials(b, &for_gain, blocks, width, dgain)?,
     }
     Ok(dx)
 }

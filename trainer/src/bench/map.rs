@@ -24,7 +24,12 @@ struct Lever {
 }
 
 const LEVERS: [Lever; 6] = [
-    Lever { name: "fused KDA adjoint", switch: &["--arm", "kda=plain"], turns_on: false, gate: "kda: diff, poison, det, bite" },
+    Lever {
+        name: "fused KDA adjoint",
+        switch: &["--arm", "kda=plain"],
+        turns_on: false,
+        gate: "kda: diff, poison, det, bite",
+    },
     Lever {
         name: "batched retraction",
         switch: &["--arm", "retract_all=plain"],
@@ -103,8 +108,17 @@ fn page(base: &Measured, spread: f64, cold_ms: Option<f64>, effects: &[Effect<'_
     let commit = provenance["commit"].as_str().unwrap_or("-");
     let price = base.graph_us.unwrap_or(0.0);
     let mut text = String::from("# What each lever is worth\n\n");
-    text.push_str("Written by `cargo xtask bench map`; do not edit. One process for each line, the others as in the first.\n\n");
-    let _ = writeln!(text, "- {}, preset {}, {} x {}, commit {commit}", base.facts.line(), base.preset, base.batch, base.seq);
+    text.push_str(
+        "Written by `cargo xtask bench map`; do not edit. One process for each line, the others as in the first.\n\n",
+    );
+    let _ = writeln!(
+        text,
+        "- {}, preset {}, {} x {}, commit {commit}",
+        base.facts.line(),
+        base.preset,
+        base.batch,
+        base.seq
+    );
     let nodes = base.nodes.unwrap_or(0.0);
     let _ = writeln!(
         text,
@@ -140,7 +154,8 @@ fn page(base: &Measured, spread: f64, cold_ms: Option<f64>, effects: &[Effect<'_
         text,
         "| copies that fold a KDA tensor | launches that only copy, cast or move one (`cuda/tests/kda.rs`) | 0, held by the test | GONE |"
     );
-    let first = cold_ms.map_or("NOTRUN".to_owned(), |ms| format!("{ms:.0} ms, {:.0} with the kernels in the cache", base.first_ms));
+    let first = cold_ms
+        .map_or("NOTRUN".to_owned(), |ms| format!("{ms:.0} ms, {:.0} with the kernels in the cache", base.first_ms));
     let _ = writeln!(text, "| first-step cost | the first step with an empty cache of kernels | {first} | MEASURED |");
     text
 }
@@ -148,7 +163,8 @@ fn page(base: &Measured, spread: f64, cold_ms: Option<f64>, effects: &[Effect<'_
 /// A row of the table.
 fn line(effect: &Effect<'_>, price: f64, spread: f64) -> String {
     let lever = effect.lever;
-    let switch = format!("`{}`{}", lever.switch.join(" "), if lever.turns_on { " turns it on" } else { " turns it off" });
+    let switch =
+        format!("`{}`{}", lever.switch.join(" "), if lever.turns_on { " turns it on" } else { " turns it off" });
     let (before, after) = match (&effect.before, &effect.after) {
         (Ok(before), Ok(after)) => (before, after),
         (Err(why), _) | (_, Err(why)) => {
@@ -159,7 +175,13 @@ fn line(effect: &Effect<'_>, price: f64, spread: f64) -> String {
     let number = |x: Option<f64>, scale: f64| x.map_or("-".to_owned(), |x| format!("{:.0}", x * scale));
     let removed = before.nodes.unwrap_or(0.0) - after.nodes.unwrap_or(0.0);
     let won = before.ms_median - after.ms_median;
-    let verdict = if won > spread { "WON" } else if won < -spread { "LOST" } else { "NO EFFECT" };
+    let verdict = if won > spread {
+        "WON"
+    } else if won < -spread {
+        "LOST"
+    } else {
+        "NO EFFECT"
+    };
     format!(
         "| {} | {switch} | {}, {} | {}, {} | {removed:.0} x {price:.2} us = {:.3} ms | {:.3}, {:.3} | {} | {verdict} {won:.3} ms |",
         lever.name,

@@ -235,11 +235,10 @@ impl<B: Backend + Witness> ModelLearner<B> {
         )?;
         let objective = model.objective(b, &latents_of(&forward), &targets, &mask)?;
         let first = index * (self.config.model.iterations + TERMS);
-        let keep = |loss: &B::Tensor, i: usize| b.keep(loss, &b.view(&self.losses, first + i, &[1])?);
-        keep(&objective.jepa, self.config.model.iterations)?;
-        keep(&objective.koleo, self.config.model.iterations + 1)?;
-        for (i, loss) in forward.losses.iter().enumerate() {
-            keep(loss, i)?;
+        if part.mode == JepaMode::Shared {
+            self.keep_losses(b, first, forward.losses.iter().chain([&objective.jepa, &objective.koleo]))?;
+        } else {
+            self.keep_losses(b, first + self.config.model.iterations, [&objective.jepa, &objective.koleo].into_iter())?;
         }
         model.backward_of_objective(b, &forward, weight, &objective, upstream)?;
         // What the pass saved is large, and nobody reads it from here on.
@@ -249,9 +248,7 @@ impl<B: Backend + Witness> ModelLearner<B> {
         }
         if part.mode == JepaMode::Separate {
             let forward = model.forward(b, &plain, None)?;
-            for (i, loss) in forward.losses.iter().enumerate() {
-                keep(loss, i)?;
-            }
+            self.keep_losses(b, first, forward.losses.iter())?;
             model.backward(b, &forward, &weight_ce)?;
         }
         Ok(())
