@@ -164,6 +164,7 @@ fn all<B: Backend + Witness>() -> Vec<Check<B>> {
         ("twice", steps::twice),
         ("resume", steps::resume),
         ("graph", steps::graph),
+        ("graph fp8", steps::graph_fp8),
         ("nan loss", steps::nan_loss),
         ("nan gradient", steps::nan_gradient),
         ("nan activation", steps::nan_activation),
