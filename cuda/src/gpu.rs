@@ -251,7 +251,7 @@ impl Gpu {
     /// [`Device::rounded_factor`]
     ///
     /// # Errors
-    /// It is no factor of floats.
+    /// It is no tensor of floats, or has other axes than a factor.
     pub fn rounded_factor(&self, arm: Arm, format: FactorFormat, factor: &Tensor) -> Result<Tensor> {
         each!(Gpu, self, d => d.rounded_factor(arm, format, factor))
     }

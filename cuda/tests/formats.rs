@@ -18,12 +18,12 @@ impl Words {
     }
 
     fn below(&mut self, n: u32) -> u32 {
-        (u64::from(self.next()) * u64::from(n) >> 32) as u32
+        ((u64::from(self.next()) * u64::from(n)) >> 32) as u32
     }
 
     /// A number with some leading bits and this many of its exponents below 2^`top`.
     fn number(&mut self, bits: u32, top: i32, exponents: u32) -> f32 {
-        let digits = 1 << (bits - 1) | self.below(1 << (bits - 1));
+        let digits = (1 << (bits - 1)) | self.below(1 << (bits - 1));
         let exponent = top - self.below(exponents) as i32 - bits as i32;
         let sign = if self.next() & 1 == 0 { 1.0 } else { -1.0 };
         (sign * f64::from(digits) * 2f64.powi(exponent)) as f32

@@ -1,8 +1,8 @@
 //! The formats of factors, `dormouse_reference::factor_format`, on a device.
 //!
 //! The reference rounds in f64, which no kernel here has; so this rounds in integers, on the bits of f32. Nothing is left
-//! to a compiler that adds in another order or a device that drops subnormal numbers, and a rounded factor has, on every
-//! device and in both arms, the bits that it has in the reference:
+//! to a compiler that adds in another order or a device that drops subnormal numbers, and a rounded factor has one value,
+//! on every device and in both arms. It is the reference's to the bit, but for the two cases named below:
 //!
 //! - bf16, f16 and fp8 round a mantissa of 24 bits to nearest and even. The scale of an fp8 column is a power of two, so
 //!   it only moves the exponent below which numbers are subnormal.
@@ -14,15 +14,21 @@
 //!   mean to f64. So the two can part only where |w| is within these errors, some 2^-41 of it, of the threshold, which for
 //!   numbers of f32 means that it is on the threshold: equal is dropped here, and in the reference unless its three
 //!   roundings end below.
-//! - The mean of what is kept is the sum, exact below 2^19 rows, over the count, rounded once.
+//! - The mean of what is kept is the sum, exact up to 2^19 rows, over the count, rounded once. The reference rounds it to
+//!   f64 first, and then to f32: a mean so close to the middle between two numbers that this matters comes once in some
+//!   2^29 columns.
 //!
 //! Rounded factors are written to memory, in f32, once a call of forward, and kept for backward: all factors of a call in
 //! one launch of arm `fused`, which reads them once from memory and writes them once.
 
+mod number;
+mod units;
+
 use cubecl::prelude::*;
-use dormouse_reference::factor_format::TERNARY_SHARE;
 use dormouse_reference::{DType, Error, FactorFormat, Result, Tensors};
 
+use self::number::{INFINITE, NAN, SIGN, SIZE, nearest, parts};
+use self::units::{carry, in_units, mean, threshold};
 use crate::arm::Arm;
 use crate::device::Device;
 use crate::launch::Grid;
@@ -37,94 +43,8 @@ const UNITS: u32 = COLUMNS * LANES;
 /// Rounded factors start at multiples of so many elements: matrix libraries want 16 bytes.
 const EDGE: usize = 64;
 
-/// 10 n, below which the remainder of a division doubles without overflow.
+/// Rows whose tenfold is a divisor of [`units`].
 const MOST_ROWS: usize = (1 << 31) / 10;
-
-// The threshold is 7 sum / (10 n).
-const _: () = assert!(TERNARY_SHARE == 7.0 / 10.0);
-
-const SIGN: u32 = 0x8000_0000;
-const SIZE: u32 = 0x7fff_ffff;
-const INFINITE: u32 = 0x7f80_0000;
-const NAN: u32 = 0x7fc0_0000;
-
-/// |x| = m 2^(e - 23) as (m, e), from the bits of |x| and for numbers that are finite; 2^23 <= m < 2^24, or zero for zero.
-#[cube]
-fn parts(size: u32) -> (u32, i32) {
-    let field = size >> 23u32;
-    let mut mantissa = (size & 0x007f_ffffu32) | 0x0080_0000u32;
-    let mut exponent = i32::cast_from(field) - 127i32;
-    if field == 0u32 {
-        let up = size.leading_zeros() - 8u32;
-        mantissa = size << up;
-        exponent = -126i32 - i32::cast_from(up);
-    }
-    (mantissa, exponent)
-}
-
-/// `value` without its last `dropped` bits, 1 to 31, to nearest and even.
-///
-/// Fault 1 rounds ties away from zero.
-#[cube]
-fn shortened(value: u32, dropped: u32, #[comptime] fault: u32) -> u32 {
-    let half = 1u32 << (dropped - 1u32);
-    let rest = value & (half + half - 1u32);
-    let mut kept = value >> dropped;
-    let mut tie_goes_up = kept & 1u32;
-    if comptime!(fault == 1) {
-        tie_goes_up = 1u32;
-    }
-    if rest > half || (rest == half && tie_goes_up == 1u32) {
-        kept += 1u32;
-    }
-    kept
-}
-
-/// The bits of m 2^e, for m up to 2^24 and a number that f32 has, or that is beyond it and so infinite.
-#[cube]
-fn assembled(mantissa: u32, exponent: i32) -> u32 {
-    let mut bits = 0u32;
-    if mantissa != 0u32 {
-        let zeros = mantissa.leading_zeros();
-        let size = exponent + 31i32 - i32::cast_from(zeros);
-        if size > 127i32 {
-            bits = INFINITE;
-        } else if size >= -126i32 {
-            bits = (u32::cast_from(size + 127i32) << 23u32) | (((mantissa << zeros) >> 8u32) & 0x007f_ffffu32);
-        } else {
-            // Whole numbers of 2^-149.
-            let shift = exponent + 149i32;
-            if shift >= 0i32 {
-                bits = mantissa << u32::cast_from(shift);
-            } else {
-                bits = mantissa >> u32::cast_from(-shift);
-            }
-        }
-    }
-    bits
-}
-
-/// The bits of x with `digits` bits behind the leading one; below 2^`least` the spacing of numbers stays what it is there.
-/// NaN and the infinities stay.
-#[cube]
-fn nearest(bits: u32, least: i32, #[comptime] digits: u32, #[comptime] fault: u32) -> u32 {
-    let size = bits & SIZE;
-    let mut rounded = size;
-    if size < INFINITE {
-        let (mantissa, exponent) = parts(size);
-        let mut dropped = 0u32;
-        if exponent < least {
-            dropped = u32::cast_from(least - exponent);
-        }
-        dropped += comptime!(23 - digits);
-        // Of more than 24 bits less than half of the last one is left.
-        rounded = 0u32;
-        if dropped <= 24u32 {
-            rounded = assembled(shortened(mantissa, dropped, fault), exponent - 23i32 + i32::cast_from(dropped));
-        }
-    }
-    rounded | (bits & SIGN)
-}
 
 /// What a column has to know of itself before its elements are rounded.
 #[derive(CubeType, Clone, Copy)]
@@ -144,7 +64,7 @@ fn by_column(format: FactorFormat) -> bool {
 
 /// The bits of one element of a column.
 ///
-/// Faults: 1 in [`shortened`]; 2 has twice the scale in fp8; 5 is null (a renamed local).
+/// Faults: 1 in [`number::shortened`]; 2 has twice the scale in fp8; 5 is null (a renamed local).
 #[cube]
 fn element(bits: u32, column: &Column, room: u32, #[comptime] format: FactorFormat, #[comptime] fault: u32) -> u32 {
     let mut rounded = bits;
@@ -184,134 +104,6 @@ fn element(bits: u32, column: &Column, room: u32, #[comptime] format: FactorForm
         }
     }
     rounded
-}
-
-/// The magnitude as a whole number of units of a ternary column, the upper word first.
-#[cube]
-fn in_units(size: u32, largest: u32, room: u32) -> (u32, u32) {
-    let (mantissa, exponent) = parts(size);
-    let (_, top) = parts(largest);
-    let shift = exponent - top + 40i32 - i32::cast_from(room);
-    let mut high = 0u32;
-    let mut low = 0u32;
-    if shift >= 32i32 {
-        high = mantissa << u32::cast_from(shift - 32i32);
-    } else if shift > 0i32 {
-        high = mantissa >> u32::cast_from(32i32 - shift);
-        low = mantissa << u32::cast_from(shift);
-    } else if shift > -32i32 {
-        low = mantissa >> u32::cast_from(-shift);
-    }
-    (high, low)
-}
-
-/// A whole number of 96 bits.
-#[derive(CubeType, Clone, Copy)]
-struct Wide {
-    high: u32,
-    middle: u32,
-    low: u32,
-}
-
-/// The quotient and what is left, bit after bit; the divisor is at most 2^31 and not zero.
-#[cube]
-fn divided(number: Wide, by: u32) -> (Wide, u32) {
-    let mut high = number.high;
-    let mut middle = number.middle;
-    let mut low = number.low;
-    let mut rest = 0u32;
-    for _ in 0..96u32 {
-        rest = (rest << 1u32) | (high >> 31u32);
-        high = (high << 1u32) | (middle >> 31u32);
-        middle = (middle << 1u32) | (low >> 31u32);
-        low <<= 1u32;
-        if rest >= by {
-            rest -= by;
-            low |= 1u32;
-        }
-    }
-    (Wide { high, middle, low }, rest)
-}
-
-/// The threshold 7 sum / (10 n) in units, rounded down: what is above it is so before rounding, since elements are whole.
-///
-/// Fault 4 drops the share of 0.7.
-#[cube]
-fn threshold(high: u32, low: u32, rows: u32, #[comptime] fault: u32) -> (u32, u32) {
-    // Seven times is eight times less once.
-    let eightfold_high = (high << 3u32) | (low >> 29u32);
-    let eightfold_low = low << 3u32;
-    let mut borrowed = 0u32;
-    if eightfold_low < low {
-        borrowed = 1u32;
-    }
-    let mut top = high >> 29u32;
-    if eightfold_high < high || (eightfold_high == high && borrowed == 1u32) {
-        top -= 1u32;
-    }
-    let mut middle = eightfold_high - high - borrowed;
-    let mut last = eightfold_low - low;
-    let mut by = rows * 10u32;
-    if comptime!(fault == 4) {
-        top = 0u32;
-        middle = high;
-        last = low;
-        by = rows;
-    }
-    let (quotient, _) = divided(Wide { high: top, middle, low: last }, by);
-    (quotient.middle, quotient.low)
-}
-
-/// The bits of sum / count, with the sum in units of the column: to nearest and even.
-#[cube]
-fn mean(high: u32, low: u32, count: u32, largest: u32, room: u32) -> u32 {
-    let mut by = count;
-    if by == 0u32 {
-        by = 1u32;
-    }
-    // 32 bits behind the point leave more bits than f32 has, however small the sum.
-    let (quotient, rest) = divided(Wide { high, middle: low, low: 0u32 }, by);
-    let mut first = quotient.high;
-    let mut second = quotient.middle;
-    let mut third = quotient.low;
-    let (_, top) = parts(largest);
-    // Of the leading word's last bit: the unit is 2^(top + room - 63), the quotient's last bit 2^-32 of it.
-    let mut exponent = top + i32::cast_from(room) - 63i32 + 32i32;
-    #[unroll]
-    for _ in 0..2u32 {
-        if first == 0u32 {
-            first = second;
-            second = third;
-            third = 0u32;
-            exponent -= 32i32;
-        }
-    }
-    let zeros = first.leading_zeros();
-    if zeros > 0u32 && zeros < 32u32 {
-        first = (first << zeros) | (second >> (32u32 - zeros));
-        second <<= zeros;
-        exponent -= i32::cast_from(zeros);
-    }
-    // What follows can only tell a tie from a number above it.
-    if (second | third | rest) != 0u32 {
-        first |= 1u32;
-    }
-    let mut dropped = 8u32;
-    // The mean of magnitudes in f32 is at least 2^-149, so at most 31 bits go.
-    if exponent + 8i32 < -149i32 {
-        dropped = u32::cast_from(-149i32 - exponent);
-    }
-    assembled(shortened(first, dropped, 0u32), exponent + i32::cast_from(dropped))
-}
-
-/// What the upper word of a sum of 64 bits gets from the lower one, which has become `sum` by adding `added`.
-#[cube]
-fn carry(sum: u32, added: u32) -> u32 {
-    let mut carry = 0u32;
-    if sum < added {
-        carry = 1u32;
-    }
-    carry
 }
 
 /// Arm `plain`: one unit, one column, from its first row to its last, as often as the format asks for.
@@ -547,9 +339,9 @@ fn room(rows: usize) -> u32 {
 
 /// The sizes `[E, rows, R]` of a factor, or `[rows, R]` of the only one.
 fn sizes(factor: &Tensor) -> [usize; 3] {
-    match factor.shape() {
-        &[experts, rows, rank] => [experts, rows, rank],
-        &[rows, rank] => [1, rows, rank],
+    match *factor.shape() {
+        [experts, rows, rank] => [experts, rows, rank],
+        [rows, rank] => [1, rows, rank],
         _ => unreachable!("factors have two or three axes"),
     }
 }
@@ -569,8 +361,9 @@ pub(crate) fn rounded<R: Engine>(
     if format == FactorFormat::F32 {
         return Ok(factors.iter().map(|&factor| factor.clone()).collect());
     }
-    if let Some(rows) = factors.iter().map(|factor| sizes(factor)[1]).find(|&rows| rows > MOST_ROWS) {
-        let expected = format!("another format than ternary for {rows} rows, or at most {MOST_ROWS} of them");
+    let tall = factors.iter().map(|factor| sizes(factor)[1]).find(|&rows| rows > MOST_ROWS);
+    if let (FactorFormat::Ternary, Some(rows)) = (format, tall) {
+        let expected = format!("another format for {rows} rows: a ternary column has at most {MOST_ROWS}");
         return Err(Error::Config { op: name, field: "format", expected, got: format.to_string() });
     }
     let (mut starts, mut len) = (Vec::new(), 0);
@@ -663,10 +456,14 @@ impl<R: Engine> Device<R> {
     /// operations round theirs themselves. It belongs to the step.
     ///
     /// # Errors
-    /// `Storage` if it is no factor of floats.
+    /// `Storage` if it is no tensor of floats, `Shape` if it has another number of axes.
     pub fn rounded_factor(&self, arm: Arm, format: FactorFormat, factor: &Tensor) -> Result<Tensor> {
         const OP: &str = "rounded_factor";
         self.check_floats(OP, &[("factor", factor)])?;
+        if !matches!(factor.shape().len(), 2 | 3) {
+            let expected = "[rows, R] or [E, rows, R]".to_owned();
+            return Err(Error::Shape { op: OP, arg: "factor", expected, got: factor.shape().to_vec() });
+        }
         let fault = crate::spectral::fault(self.mutant_of(crate::spectral::STEM, arm));
         Ok(rounded(self, arm, OP, format, &[factor], fault)?.remove(0))
     }
