@@ -141,3 +141,15 @@ fn the_comparison_notices_every_fault() {
     b.plant("spectral", "null-renamed-element").unwrap();
     check(&b, [1, 63, KINDS], &mut Words(1)).unwrap();
 }
+
+#[test]
+fn what_is_no_factor_is_refused() {
+    let Some(b) = device() else { return };
+    let refused = |shape: &[usize], dtype| {
+        let tensor = b.persistent(shape, dtype).unwrap();
+        b.rounded_factor(Arm::Fused, FactorFormat::Fp8, &tensor).unwrap_err().to_string()
+    };
+    let axes = refused(&[6], DType::F32);
+    assert!(axes.contains("`factor`") && axes.contains("[rows, R] or [E, rows, R]"), "{axes}");
+    assert!(refused(&[2, 3], DType::U32).contains("`factor`"));
+}
