@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use dormouse_reference::{Result, delegate_backend};
+use dormouse_reference::{FactorFormat, Result, delegate_backend};
 
 use crate::arm::Arm;
 use crate::device::Device;
@@ -246,6 +246,14 @@ impl Gpu {
     /// A matrix reaches beyond its tensor, is no floats, or shares memory with the result; the library fails.
     pub fn product(&self, arm: Arm, call: &Product<'_>) -> Result<()> {
         each!(Gpu, self, d => d.product(arm, call))
+    }
+
+    /// [`Device::rounded_factor`]
+    ///
+    /// # Errors
+    /// It is no tensor of floats, or has other axes than a factor.
+    pub fn rounded_factor(&self, arm: Arm, format: FactorFormat, factor: &Tensor) -> Result<Tensor> {
+        each!(Gpu, self, d => d.rounded_factor(arm, format, factor))
     }
 
     /// What has run outside steps and in them, together.

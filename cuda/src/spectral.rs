@@ -1,23 +1,24 @@
 //! `spectral`: the equations are in `dormouse_reference::spectral`, how each arm orders them in [`factors`].
 //!
-//! Arm `fused`: forward is three launches (V and U times s, a, y), backward five (b, dx, x^T b, dy^T a, and all three
-//! gradients of the parameters).
+//! Arm `fused`: forward is three launches (V and U times s, a, y), and one before them where the factors have a format;
+//! backward five (b, dx, x^T b, dy^T a, and all three gradients of the parameters).
 
 use dormouse_reference::spectral::{Config, Grads, Inputs, Outputs, Params, Spectral};
-use dormouse_reference::{Dims, Precision, Result};
+use dormouse_reference::{Dims, FactorFormat, Precision, Result};
 
 use crate::arm::{Arm, Mutant};
 use crate::device::Device;
-use crate::factors::{self, Factors, Names, Sizes};
+use crate::factors::{self, Factors, Names, Sizes, format};
 use crate::matmul::{Plus, Product, matrix, product};
 use crate::runtime::Engine;
 use crate::tensor::Tensor;
 
-const STEM: &str = "spectral";
+pub(crate) const STEM: &str = "spectral";
 
 const NAMES: Names = Names { stem: STEM, scale: "spectral::scale", finish: "spectral::dparams" };
 
-/// Numbered from 1 in the kernels of [`factors`]; number 8 is planted here.
+/// Numbered from 1 in the kernels of [`factors`]; numbers 8 and 14 are planted here, and those between are the faults of
+/// [`format`].
 pub(crate) const MUTANTS: &[Mutant] = &[
     Mutant::fused("forward-without-s"),
     Mutant::fused("dx-without-s"),
@@ -27,12 +28,27 @@ pub(crate) const MUTANTS: &[Mutant] = &[
     Mutant::fused("ds-misses-last-row"),
     Mutant::fused("null-renamed-local"),
     Mutant::fused("plus-dropped"),
+    Mutant::fused("ties-away-from-zero"),
+    // A doubled scale moves only what is small beside its column, which hides in the tolerances of tf32 and bf16.
+    Mutant { name: "fp8-scale-doubled", arm: Arm::Fused, gate: "meta" },
+    Mutant::fused("ternary-mean-misses-last-row"),
+    Mutant::fused("ternary-share-dropped"),
+    Mutant::fused("null-renamed-element"),
+    Mutant::fused("backward-with-masters"),
 ];
+
+/// The fault of [`format`] that a mutant is.
+pub(crate) fn fault(mutant: u32) -> u32 {
+    if (9..=13).contains(&mutant) { mutant - 8 } else { 0 }
+}
 
 /// What `forward` hands to `backward`.
 pub struct Saved {
     x: Tensor,
+    /// The masters.
     params: Params<Tensor>,
+    /// The same with U and V as their format has them.
+    used: Params<Tensor>,
     arm: SavedArm,
 }
 
@@ -45,6 +61,15 @@ enum SavedArm {
     },
 }
 
+impl SavedArm {
+    fn arm(&self) -> Arm {
+        match self {
+            SavedArm::Plain(_) => Arm::Plain,
+            SavedArm::Fused { .. } => Arm::Fused,
+        }
+    }
+}
+
 impl<R: Engine> Spectral for Device<R> {
     type Saved = Saved;
 
@@ -55,7 +80,6 @@ impl<R: Engine> Spectral for Device<R> {
         params: Params<&Tensor>,
     ) -> Result<(Outputs<Tensor>, Saved)> {
         const OP: &str = "spectral::forward";
-        factors::check_format(OP, config.format)?;
         let x = inputs.x;
         let dims = bind(OP, x.shape(), params.clone().map(|_, p| p.shape()))?;
         self.check_floats(OP, &[("x", x)])?;
@@ -64,8 +88,10 @@ impl<R: Engine> Spectral for Device<R> {
         let mut shape = x.shape().to_vec();
         *shape.last_mut().expect("bind_rows wants the axis I") = sizes.outer;
         let y = self.float_scratch(&shape)?;
-        let maps = Factors { u: params.u, s: params.s, v: params.v };
-        let arm = match self.forward_arm(STEM) {
+        let arm = self.forward_arm(STEM);
+        let used = rounded(self, arm, config.format, &params)?;
+        let maps = factors_of(&used);
+        let arm = match arm {
             Arm::Plain => {
                 let x = matrix(x, sizes.inner);
                 SavedArm::Plain(factors::plain::forward(self, OP, x, &maps, &sizes, rows, config.precision, &y)?)
@@ -81,7 +107,7 @@ impl<R: Engine> Spectral for Device<R> {
                     k: sizes.inner,
                     n: sizes.rank,
                     a: matrix(x, sizes.inner).plain(),
-                    b: matrix(params.u, sizes.rank).plain(),
+                    b: matrix(maps.u, sizes.rank).plain(),
                     plus: Plus::Nothing,
                     out: matrix(&a, sizes.rank),
                     precision: config.precision,
@@ -100,7 +126,7 @@ impl<R: Engine> Spectral for Device<R> {
                 SavedArm::Fused { a, us }
             }
         };
-        Ok((Outputs { y }, Saved { x: x.clone(), params: params.map(|_, p| p.clone()), arm }))
+        Ok((Outputs { y }, Saved { x: x.clone(), params: params.map(|_, p| p.clone()), used, arm }))
     }
 
     fn backward(
@@ -112,8 +138,7 @@ impl<R: Engine> Spectral for Device<R> {
         into: Params<&Tensor>,
     ) -> Result<Grads<Tensor>> {
         const OP: &str = "spectral::backward";
-        factors::check_format(OP, config.format)?;
-        let Saved { x, params, arm } = saved;
+        let Saved { x, params, used, arm } = saved;
         let dy = upstream.y;
         let mut dims = bind(OP, x.shape(), params.as_ref().map(|_, p| p.shape()))?;
         dims.bind_rows("y", dy.shape(), "N", &["O"])?;
@@ -122,6 +147,7 @@ impl<R: Engine> Spectral for Device<R> {
         dims.bind("v", into.v.shape(), &["O", "R"])?;
         let mut reads = vec![("x", x), ("y", dy)];
         reads.extend(params.as_ref().named());
+        reads.extend([("saved.u", &used.u), ("saved.v", &used.v)]);
         if let Some(plus) = plus {
             dims.bind_rows("plus", plus.shape(), "N", &["I"])?;
             reads.push(("plus", plus));
@@ -137,7 +163,7 @@ impl<R: Engine> Spectral for Device<R> {
         let dx = self.float_scratch(x.shape())?;
         let call = Backward {
             x,
-            maps: Factors { u: &params.u, s: &params.s, v: &params.v },
+            maps: factors_of(if self.mutant_of(STEM, arm.arm()) == 14 { params } else { used }),
             dy,
             plus,
             into: Factors { u: into.u, s: into.s, v: into.v },
@@ -241,6 +267,23 @@ fn fused_backward<R: Engine>(device: &Device<R>, a: &Tensor, us: &Tensor, call: 
     };
     product(device, Arm::Fused, &for_q)?;
     factors::fused::finish(device, &NAMES, maps, sizes, None, (&p, &q), into)
+}
+
+/// The parameters with U and V as their format has them.
+fn rounded<R: Engine>(
+    device: &Device<R>,
+    arm: Arm,
+    format: FactorFormat,
+    params: &Params<&Tensor>,
+) -> Result<Params<Tensor>> {
+    let fault = fault(device.mutant_of(STEM, arm));
+    let mut factors = format::rounded(device, arm, "spectral::round", format, &[params.u, params.v], fault)?;
+    let (v, u) = (factors.pop(), factors.pop());
+    Ok(Params { u: u.expect("two of two"), s: params.s.clone(), v: v.expect("two of two") })
+}
+
+fn factors_of(params: &Params<Tensor>) -> Factors<'_> {
+    Factors { u: &params.u, s: &params.s, v: &params.v }
 }
 
 fn bind(op: &'static str, x: &[usize], params: Params<&[usize]>) -> Result<Dims> {

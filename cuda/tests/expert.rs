@@ -46,9 +46,20 @@ fn params(b: &Gpu, [experts, _, width, hidden, rank]: Sizes, scale: impl Fn(usiz
 
 /// y, du and the gradients of the parameters, by name, and the launches of both passes.
 fn run(b: &Gpu, arm: Arm, precision: Precision, sizes: Sizes) -> (Vec<(&'static str, ArrayD<f64>)>, [u64; 2]) {
+    run_in(FactorFormat::F32, b, arm, precision, sizes)
+}
+
+/// The same with factors in a format.
+fn run_in(
+    format: FactorFormat,
+    b: &Gpu,
+    arm: Arm,
+    precision: Precision,
+    sizes: Sizes,
+) -> (Vec<(&'static str, ArrayD<f64>)>, [u64; 2]) {
     let [experts, rows, width, ..] = sizes;
     b.set_arms(arm);
-    let config = Config { precision, ffn: Ffn::Silu, format: FactorFormat::F32 };
+    let config = Config { precision, ffn: Ffn::Silu, format };
     // As large as orthonormal columns, so that the activation has something to bend.
     let params_ = params(b, sizes, |rows| 2.0 / (rows as f64).powf(0.25));
     let into = params(b, sizes, |_| 0.0);
@@ -110,6 +121,9 @@ fn a_call_is_four_launches_and_eight() {
     let Some(b) = device() else { return };
     let (_, launches) = run(&b, Arm::Fused, Precision::Bf16, [2, 20, 8, 24, 8]);
     assert_eq!(launches, [4, 8]);
+    // All factors are rounded in one launch, and backward finds them.
+    let (_, launches) = run_in(FactorFormat::Ternary, &b, Arm::Fused, Precision::Bf16, [2, 20, 8, 24, 8]);
+    assert_eq!(launches, [5, 8]);
 }
 
 #[test]

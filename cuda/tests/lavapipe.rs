@@ -71,6 +71,34 @@ fn views_share_memory_stay_inside_and_may_start_anywhere() {
 }
 
 #[test]
+fn several_values_are_kept_at_once_and_each_where_it_belongs() {
+    let Some(b) = device() else { return };
+    let flat = b.persistent(&[8], DType::F32).unwrap();
+    let places: Vec<_> = (0..6).map(|i| b.view(&flat, i, &[1]).unwrap()).collect();
+    let last = b.view(&flat, 6, &[2]).unwrap();
+    b.step(&KEY, &mut |b| {
+        b.fill(&flat, 9.0)?;
+        // More than go in one launch, then some that are no single values, or of another type.
+        let values = (0..6).map(|i| {
+            let value = b.scratch(&[1], DType::F32)?;
+            b.fill(&value, f64::from(i))?;
+            Ok(value)
+        });
+        let values = values.collect::<Result<Vec<_>, Error>>()?;
+        b.keep_all(&values.iter().zip(&places).collect::<Vec<_>>())?;
+        let two = b.scratch(&[2], DType::F32)?;
+        b.fill(&two, 7.0)?;
+        b.keep_all(&[(&two, &last), (&values[3], &places[0])])?;
+        b.keep_all(&[])?;
+        let other = b.scratch(&[1], DType::U32)?;
+        assert!(matches!(b.keep_all(&[(&values[0], &places[0]), (&other, &places[1])]), Err(Error::Storage { .. })));
+        Ok(())
+    })
+    .unwrap();
+    assert_eq!(b.download(&flat).unwrap(), array![3.0, 1.0, 2.0, 3.0, 4.0, 5.0, 7.0, 7.0].into_dyn());
+}
+
+#[test]
 fn scratch_dies_with_its_step_and_the_host_is_shut_out() {
     let Some(b) = device() else { return };
     let x = b.persistent(&[2], DType::F32).unwrap();

@@ -131,16 +131,53 @@ fn the_check_is_green_on_both_arms() {
     }
 }
 
+/// The figures of one step of a run.
+fn figures(place: &Place, run: &str, step: u64) -> Value {
+    let metrics = std::fs::read_to_string(place.path("runs").join(run).join("metrics.jsonl")).unwrap();
+    let wanted = format!("\"step\":{step},");
+    serde_json::from_str(metrics.lines().find(|line| line.contains(&wanted)).unwrap()).unwrap()
+}
+
+/// Compares figures of a step of two runs, each within its band.
+fn agree(place: &Place, [there, here]: [&str; 2], step: u64, bands: &[(&str, f64)]) {
+    let (there, here) = (figures(place, there, step), figures(place, here, step));
+    for &(figure, band) in bands {
+        let (there, here) = (there[figure].as_f64().unwrap(), here[figure].as_f64().unwrap());
+        assert!(here != 0.0 && (there / here - 1.0).abs() <= band, "step {step}, {figure}: {there} and {here}");
+    }
+}
+
+/// Three steps on kernels are those of the reference, in f32 within the bands of `dormouse check`: a rounded factor has the
+/// reference's bits, and fp8 and ternary look at whole columns. What the third step reads, two updates have moved.
 #[test]
-fn what_has_no_kernels_is_refused_before_the_run_starts() {
+fn formats_of_factors_train_on_kernels() {
     if !answers() {
         return;
     }
     let place = Place::new();
-    let refused = place.run(&train("a", &["--set", "model.format=fp8"]));
-    refused.expect(1, &["model.format is fp8", "has kernels of f32 only; give --backend cpu"]);
-    assert!(!place.path("runs").exists(), "a run folder was made");
-    // The gates have kernels in all their options, and Muon has kernels.
+    for format in ["fp8", "ternary"] {
+        let set = format!("model.format={format}");
+        let names = ["lavapipe", "cpu"].map(|backend| format!("{format}-{backend}"));
+        for (backend, name) in ["lavapipe", "cpu"].iter().zip(&names) {
+            let unverified: &[&str] = if *backend == "cpu" { &[] } else { &["--unverified"] };
+            let more = [unverified, &["--set", &set, "--stop-at-step", "3"]].concat();
+            place.run(&with(train_on(backend, name, &more), &[("--log-every", "1")])).expect(0, &[]);
+        }
+        let names = [&*names[0], &*names[1]];
+        agree(&place, names, 1, &[("loss", 1e-5), ("grad_norm", 1e-4)]);
+        agree(&place, names, 3, &[("loss", 1e-5)]);
+    }
+    // The format is asked for: at the same weights the losses of the two are others.
+    let first = |run| figures(&place, run, 1)["loss"].as_f64().unwrap();
+    assert!((first("fp8-cpu") / first("ternary-cpu") - 1.0).abs() > 1e-4);
+}
+
+#[test]
+fn options_of_the_gates_and_muon_train_on_kernels() {
+    if !answers() {
+        return;
+    }
+    let place = Place::new();
     let mut run = train("options", &["--stop-at-step", "1", "--unverified"]);
     for set in ["optimizer.rule=muon", "model.gate=softplus", "model.beta_scale=2"] {
         run.extend(["--set", set]);
@@ -171,15 +208,8 @@ fn the_objective_trains_on_kernels_and_goes_on_to_the_bit_with_its_teacher() {
 
     // The first step is the reference's, within the bands of `dormouse check` in f32.
     run("cpu", "cpu", &["--stop-at-step", "1"]).expect(0, &[]);
-    let first = |name: &str| -> Value {
-        let metrics = std::fs::read_to_string(place.path("runs").join(name).join("metrics.jsonl")).unwrap();
-        serde_json::from_str(metrics.lines().find(|line| line.contains("\"step\":1,")).unwrap()).unwrap()
-    };
-    let (there, here) = (first("whole"), first("cpu"));
-    for (figure, band) in [("loss", 1e-5), ("jepa", 1e-5), ("koleo", 1e-5), ("grad_norm", 1e-4)] {
-        let (there, here) = (there[figure].as_f64().unwrap(), here[figure].as_f64().unwrap());
-        assert!(here != 0.0 && (there / here - 1.0).abs() <= band, "{figure}: {there} and {here}");
-    }
+    let bands = [("loss", 1e-5), ("jepa", 1e-5), ("koleo", 1e-5), ("grad_norm", 1e-4)];
+    agree(&place, ["whole", "cpu"], 1, &bands);
 }
 
 /// The updates of every row of the n-gram table, and its values, wherever the run has it.

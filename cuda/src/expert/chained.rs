@@ -111,32 +111,15 @@ pub(super) fn forward<R: Engine>(b: &Device<R>, plans: Plans, call: &Call<'_>, y
     let factors = [&params.up_v, &params.down_u];
     let factors = pack(b, "expert::pack", factors, None, Some(&turned), plan.rank, precision)?;
     let cubes = experts * rows.div_ceil(plan.rows());
-    let [v, u_] = [&factors[0].by_rank, &factors[1].by_row];
-    let uses = [&up_a, &params.up_s, &params.down_s, v, u_, &down_a, &down_as];
-    let bytes = 3 * up_a.bytes() + params.up_s.bytes() + params.down_s.bytes() + v.bytes() + u_.bytes();
-    let mutant = b.mutant(STEM);
-    b.launch(NAME, Grid::cubes(cubes, plan.units() as u32), bytes, &uses, |client, count, dim| {
-        let [up_a, up_s, down_s, down_a, down_as] =
-            [&up_a, &params.up_s, &params.down_s, &down_a, &down_as].map(|t| b.floats(t));
+    let words = [&factors[0].by_rank, &factors[1].by_row];
+    let floats = [&up_a, &params.up_s, &params.down_s, &down_a, &down_as];
+    launch(b, NAME, plan, cubes, &words, &floats, |client, count, dim, cubes, mutant| {
+        let [v, u] = words.map(|t| b.words(t));
+        let [up_a, up_s, down_s, down_a, down_as] = floats.map(|t| b.floats(t));
         // SAFETY: the tensors have the sizes that go along; rows, columns and ranks that do not exist are not touched.
         unsafe {
             forward_kernel::launch_unchecked::<R>(
-                client,
-                count,
-                dim,
-                up_a,
-                up_s,
-                down_s,
-                b.words(v),
-                b.words(u_),
-                down_a,
-                down_as,
-                cubes as u32,
-                rows,
-                hidden,
-                rank,
-                plan,
-                mutant,
+                client, count, dim, up_a, up_s, down_s, v, u, down_a, down_as, cubes, rows, hidden, rank, plan, mutant,
             )
         }
     })?;
@@ -198,6 +181,25 @@ pub(super) fn backward<R: Engine>(b: &Device<R>, call: &Backward<'_>, kept: &Sav
     finish(b, [&dv_parts, &du_parts, &ds_parts], [up_into.v, down_into.u, up_into.s, down_into.s])
 }
 
+/// Launches a chain on so many cubes, which read and write their tensors once as far as memory is concerned; `call` gets
+/// the number of cubes and the mutant besides.
+fn launch<R: Engine>(
+    b: &Device<R>,
+    name: &'static str,
+    plan: Plan,
+    cubes: usize,
+    words: &[&Tensor],
+    floats: &[&Tensor],
+    call: impl FnOnce(&ComputeClient<R>, CubeCount, CubeDim, u32, u32),
+) -> Result<()> {
+    let uses = [words, floats].concat();
+    let bytes = uses.iter().map(|t| t.bytes()).sum();
+    let mutant = b.mutant(STEM);
+    b.launch(name, Grid::cubes(cubes, plan.units() as u32), bytes, &uses, |client, count, dim| {
+        call(client, count, dim, cubes as u32, mutant);
+    })
+}
+
 /// Writes b s of up; returns parts of the ds of up and of down, `[tiles, 2, E, R]`.
 fn through_tokens<R: Engine>(
     b: &Device<R>,
@@ -212,42 +214,17 @@ fn through_tokens<R: Engine>(
     let Sizes { experts, rows, hidden, rank, .. } = sizes;
     let tiles = rows.div_ceil(plan.rows());
     let parts = b.float_scratch(&[tiles, 2, experts, rank])?;
-    let words = [&short_rows[0].by_rank, &short_rows[1].by_rank, &kept.factors[0].by_rank, &kept.factors[1].by_rank];
-    let by_column = &kept.factors[0].by_row;
+    let [v, u] = &kept.factors;
+    let words = [&short_rows[0].by_rank, &short_rows[1].by_rank, &v.by_rank, &u.by_rank, &v.by_row];
     let floats = [&kept.up_a, &params.up_s, down_b, &kept.down_a, up_bs, &parts];
-    let mut uses = words.to_vec();
-    uses.push(by_column);
-    uses.extend(floats);
-    let bytes = uses.iter().map(|t| t.bytes()).sum();
-    let cubes = experts * tiles;
-    let mutant = b.mutant(STEM);
-    b.launch("expert::tokens", Grid::cubes(cubes, plan.units() as u32), bytes, &uses, |client, count, dim| {
-        let [up_as, down_bs, v, u] = words.map(|t| b.words(t));
+    launch(b, "expert::tokens", plan, experts * tiles, &words, &floats, |client, count, dim, cubes, mutant| {
+        let [up_as, down_bs, v, u, column] = words.map(|t| b.words(t));
         let [up_a, up_s, down_b, down_a, up_bs, parts] = floats.map(|t| b.floats(t));
         // SAFETY: the tensors have the sizes that go along; rows, columns and ranks that do not exist are not touched.
         unsafe {
             tokens_kernel::launch_unchecked::<R>(
-                client,
-                count,
-                dim,
-                up_as,
-                down_bs,
-                v,
-                u,
-                b.words(by_column),
-                up_a,
-                up_s,
-                down_b,
-                down_a,
-                up_bs,
-                parts,
-                cubes as u32,
-                experts,
-                rows,
-                hidden,
-                rank,
-                plan,
-                mutant,
+                client, count, dim, up_as, down_bs, v, u, column, up_a, up_s, down_b, down_a, up_bs, parts, cubes,
+                experts, rows, hidden, rank, plan, mutant,
             )
         }
     })?;
@@ -270,41 +247,29 @@ fn through_hidden<R: Engine>(
     let [v, u] = &kept.factors;
     let [a, b_] = short_rows;
     let words = [&v.by_rank, &u.by_rank, &a.by_rank, &b_.by_rank, &a.by_row, &b_.by_row];
-    let mut uses = words.to_vec();
-    uses.extend(&out);
-    let bytes = uses.iter().map(|t| t.bytes()).sum();
+    let floats = [&out[0], &out[1]];
     let cubes = parts * experts * hidden.div_ceil(plan.rows());
-    let mutant = b.mutant(STEM);
-    b.launch("expert::hidden", Grid::cubes(cubes, plan.units() as u32), bytes, &uses, |client, count, dim| {
-        let [v, u, a_by_rank, b_by_rank, a_by_row, b_by_row] = words.map(|t| b.words(t));
-        let [dv, du] = [&out[0], &out[1]].map(|t| b.floats(t));
+    launch(b, "expert::hidden", plan, cubes, &words, &floats, |client, count, dim, cubes, mutant| {
+        let [v, u, a_rank, b_rank, a_row, b_row] = words.map(|t| b.words(t));
+        let [dv, du] = floats.map(|t| b.floats(t));
+        let each = chunks.div_ceil(parts);
         // SAFETY: the tensors have the sizes that go along; rows, columns and ranks that do not exist are not touched.
         unsafe {
             hidden_kernel::launch_unchecked::<R>(
-                client,
-                count,
-                dim,
-                v,
-                u,
-                a_by_rank,
-                b_by_rank,
-                a_by_row,
-                b_by_row,
-                dv,
-                du,
-                cubes as u32,
-                experts,
-                hidden,
-                rows,
-                rank,
-                chunks,
-                chunks.div_ceil(parts),
-                plan,
-                mutant,
+                client, count, dim, v, u, a_rank, b_rank, a_row, b_row, dv, du, cubes, experts, hidden, rows, rank,
+                chunks, each, plan, mutant,
             )
         }
     })?;
     Ok(out)
+}
+
+/// Which of the matrices, of `rows` each, is this cube's, its place among the cubes of that matrix, and its first row.
+#[cube]
+fn share(rows: usize, #[comptime] plan: Plan) -> (usize, usize, usize) {
+    let tiles = rows.div_ceil(comptime!(plan.rows()));
+    let tile = CUBE_POS % tiles;
+    (CUBE_POS / tiles, tile, tile * comptime!(plan.rows()))
 }
 
 /// a of down, and the same times s, `[E, N, R]`. A cube is some tokens of an expert; cubes of an expert lie together.
@@ -326,12 +291,10 @@ fn forward_kernel(
     #[comptime] plan: Plan,
     #[comptime] mutant: u32,
 ) {
-    let cube = CUBE_POS;
-    if cube >= cubes as usize {
+    if CUBE_POS >= cubes as usize {
         terminate!();
     }
-    let tiles = rows.div_ceil(comptime!(plan.rows()));
-    let (e, first) = (cube / tiles, cube % tiles * comptime!(plan.rows()));
+    let (e, _, first) = share(rows, plan);
     let mut work = chain::begin(plan);
     chain::hold_scaled(&mut work, up_a, up_s, e, first, rows, rank, plan);
     let chunks = hidden.div_ceil(comptime!(plan.columns));
@@ -381,13 +344,10 @@ fn tokens_kernel(
     #[comptime] plan: Plan,
     #[comptime] mutant: u32,
 ) {
-    let cube = CUBE_POS;
-    if cube >= cubes as usize {
+    if CUBE_POS >= cubes as usize {
         terminate!();
     }
-    let tiles = rows.div_ceil(comptime!(plan.rows()));
-    let (e, tile) = (cube / tiles, cube % tiles);
-    let first = tile * comptime!(plan.rows());
+    let (e, tile, first) = share(rows, plan);
     let at = e * rows * comptime!(plan.wide());
     let mut work = chain::begin(plan);
     chain::hold(&mut work, up_as, at, first, rows, 0usize, plan);
@@ -423,13 +383,7 @@ fn tokens_kernel(
             work.first[i] = product;
         }
     }
-    // What was combined has been read.
-    sync_cube();
-    if part == 0 {
-        chain::store(&mut work.words, &work.first, plan);
-    }
-    sum_rows(&work, parts, (tile * 2 * experts + e) * rank, rank, plan);
-    sync_cube();
+    sum_rows(&mut work, parts, (tile * 2 * experts + e) * rank, rank, plan);
     if part == 0 {
         #[unroll]
         for i in 0..comptime!(plan.result()) {
@@ -442,14 +396,19 @@ fn tokens_kernel(
             }
             work.first[i] = product;
         }
-        chain::store(&mut work.words, &work.first, plan);
     }
-    sum_rows(&work, parts, ((tile * 2 + 1) * experts + e) * rank, rank, plan);
+    sum_rows(&mut work, parts, ((tile * 2 + 1) * experts + e) * rank, rank, plan);
 }
 
-/// Waits for what is being stored and writes the sums over its rows, in order, to `to` from `at` on.
+/// Writes the sums over the rows of the first result, in order, to `to` from `at` on.
 #[cube]
-fn sum_rows(work: &chain::Work, to: &mut Floats, at: usize, rank: usize, #[comptime] plan: Plan) {
+fn sum_rows(work: &mut chain::Work, to: &mut Floats, at: usize, rank: usize, #[comptime] plan: Plan) {
+    // Others may still read what was in shared memory.
+    sync_cube();
+    let (part, _) = chain::part_and_row(plan);
+    if part == 0 {
+        chain::store(&mut work.words, &work.first, plan);
+    }
     sync_cube();
     let units = comptime!(plan.units());
     for step in 0..comptime!(plan.rank.div_ceil(units)) {
@@ -485,15 +444,12 @@ fn hidden_kernel(
     #[comptime] plan: Plan,
     #[comptime] mutant: u32,
 ) {
-    let cube = CUBE_POS;
-    if cube >= cubes as usize {
+    if CUBE_POS >= cubes as usize {
         terminate!();
     }
-    let tiles = hidden.div_ceil(comptime!(plan.rows()));
     // Cubes of an expert and a part of the tokens lie together: they read the same.
-    let matrix = cube / tiles;
+    let (matrix, _, first) = share(hidden, plan);
     let (e, section) = (matrix % experts, matrix / experts);
-    let first = cube % tiles * comptime!(plan.rows());
     let at = e * hidden * comptime!(plan.wide());
     let mut work = chain::begin(plan);
     chain::hold(&mut work, v, at, first, hidden, 0usize, plan);

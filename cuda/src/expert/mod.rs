@@ -5,7 +5,9 @@
 //! for tf32 and bf16, and it is for silu, ranks up to 64 and devices with shared memory enough: `chained::Plans` says
 //! when. Everything else goes product by product, [`fused`].
 //!
-//! Saved: the inputs and the short rows a of every map; with `chained` the packed factors; without it h and g and the
+//! With a format other than f32, both ways begin with one launch that rounds all factors, [`factors::format`].
+//!
+//! Saved: the inputs, the rounded factors and the short rows a of every map; with `chained` the packed factors; without it h and g and the
 //! activation, and in arm `fused` the scaled factors. The derivatives of the activation are computed again in backward,
 //! which is cheaper than to write and read them.
 
@@ -18,17 +20,17 @@ mod plain;
 mod words;
 
 use dormouse_reference::expert::{Config, Expert, Ffn, Grads, Inputs, Outputs, Params};
-use dormouse_reference::{Dims, Error, Precision, Result};
+use dormouse_reference::{Dims, Error, FactorFormat, Precision, Result};
 
 use crate::arm::{Arm, Mutant};
 use crate::device::Device;
-use crate::factors::{self, Factors};
+use crate::factors::{self, Factors, format};
 use crate::runtime::Engine;
 use crate::tensor::Tensor;
 
 const STEM: &str = "expert";
 
-/// Numbered from 1: the first seven in the kernels of [`factors`], then those here.
+/// Numbered from 1: the first seven in the kernels of [`factors`], then those here; 15 in [`factors::format`].
 pub(crate) const MUTANTS: &[Mutant] = &[
     Mutant::fused("forward-without-s"),
     Mutant::fused("dx-without-s"),
@@ -44,12 +46,22 @@ pub(crate) const MUTANTS: &[Mutant] = &[
     Mutant::fused("dh-without-gate"),
     Mutant::fused("dg-without-h"),
     Mutant::fused("du-misses-last-expert"),
+    Mutant::fused("ternary-share-dropped"),
+    Mutant::fused("backward-with-masters"),
 ];
+
+/// The fault of [`factors::format`] that a mutant is; `spectral` plants the others.
+fn fault(mutant: u32) -> u32 {
+    if mutant == 15 { 4 } else { 0 }
+}
 
 /// What `forward` hands to `backward`.
 pub struct Saved {
     u: Tensor,
+    /// The masters.
     params: Params<Tensor>,
+    /// The same with every U and V as their format has them.
+    used: Params<Tensor>,
     way: Way,
 }
 
@@ -136,7 +148,6 @@ impl<R: Engine> Expert for Device<R> {
         params: Params<&Tensor>,
     ) -> Result<(Outputs<Tensor>, Saved)> {
         const OP: &str = "expert::forward";
-        factors::check_format(OP, config.format)?;
         check_gate(OP, config.ffn, &params)?;
         let u = inputs.u;
         let mut dims = Dims::new(OP);
@@ -146,12 +157,13 @@ impl<R: Engine> Expert for Device<R> {
         self.check_floats(OP, &[("u", u)])?;
         self.check_floats(OP, &params.clone().named())?;
         let sizes = sizes(&dims, config);
-        let params = params.map(|_, p| p.clone());
+        let arm = self.forward_arm(STEM);
+        let used = rounded(self, arm, config.format, &params)?;
         let y = self.float_scratch(&[&[sizes.experts], u.shape()].concat())?;
-        let call = Call { u, params: &params, sizes };
+        let call = Call { u, params: &used, sizes };
         let hidden = || Hidden::new(self, &sizes, config.ffn);
         let plans = chained::Plans::new(self, &sizes).filter(|_| config.ffn == Ffn::Silu);
-        let way = match (self.forward_arm(STEM), plans) {
+        let way = match (arm, plans) {
             (Arm::Plain, _) => {
                 let into = hidden()?;
                 let maps = plain::forward(self, &call, &into, &y)?;
@@ -164,7 +176,7 @@ impl<R: Engine> Expert for Device<R> {
                 Way::Fused(into, maps)
             }
         };
-        Ok((Outputs { y }, Saved { u: u.clone(), params, way }))
+        Ok((Outputs { y }, Saved { u: u.clone(), params: params.map(|_, p| p.clone()), used, way }))
     }
 
     fn backward(
@@ -176,8 +188,7 @@ impl<R: Engine> Expert for Device<R> {
         into: Params<&Tensor>,
     ) -> Result<Grads<Tensor>> {
         const OP: &str = "expert::backward";
-        factors::check_format(OP, config.format)?;
-        let Saved { u, params, way } = saved;
+        let Saved { u, params, used, way } = saved;
         let dy = upstream.y;
         check_gate(OP, config.ffn, params)?;
         check_gate(OP, config.ffn, &into)?;
@@ -192,6 +203,7 @@ impl<R: Engine> Expert for Device<R> {
             reads.extend(g.as_ref().map(|g| ("g", g)));
         }
         reads.extend(params.as_ref().named());
+        reads.extend(used.as_ref().named());
         if let Some(plus) = plus {
             dims.bind_rows("plus", plus.shape(), "N", &["D"])?;
             reads.push(("plus", plus));
@@ -202,8 +214,10 @@ impl<R: Engine> Expert for Device<R> {
         }
         let sizes = sizes(&dims, config);
         let du = self.float_scratch(u.shape())?;
-        let call = Backward { call: Call { u, params, sizes }, dy, plus, into, du: &du };
-        self.note_backward(STEM, if matches!(way, Way::Plain(..)) { Arm::Plain } else { Arm::Fused });
+        let arm = if matches!(way, Way::Plain(..)) { Arm::Plain } else { Arm::Fused };
+        let used = if self.mutant_of(STEM, arm) == 16 { params } else { used };
+        let call = Backward { call: Call { u, params: used, sizes }, dy, plus, into, du: &du };
+        self.note_backward(STEM, arm);
         // No rows add nothing.
         if sizes.rows > 0 {
             match way {
@@ -214,6 +228,23 @@ impl<R: Engine> Expert for Device<R> {
         }
         Ok(Grads { du })
     }
+}
+
+/// The parameters with every U and V as their format has them.
+fn rounded<R: Engine>(
+    device: &Device<R>,
+    arm: Arm,
+    format: FactorFormat,
+    params: &Params<&Tensor>,
+) -> Result<Params<Tensor>> {
+    let is_factor = |name: &str| !name.ends_with("_s");
+    let masters: Vec<&Tensor> =
+        params.clone().named().into_iter().filter(|(name, _)| is_factor(name)).map(|(_, p)| p).collect();
+    let fault = fault(device.mutant_of(STEM, arm));
+    let mut rounded = format::rounded(device, arm, "expert::round", format, &masters, fault)?.into_iter();
+    // `map` goes through the fields in the order of `named`.
+    let params = params.clone();
+    Ok(params.map(|name, p| if is_factor(name) { rounded.next().expect("one for each") } else { p.clone() }))
 }
 
 /// The factors of the map up.

@@ -10,22 +10,15 @@
 //! Arm `plain` scales a and b, as the equations are usually written. Arm `fused` scales U and V, which have hundreds of
 //! rows where a and b have one a token, and takes ds from the product that dU needs anyway: no pass over the tokens is
 //! left but the products.
+//!
+//! With a format other than f32, U and V are the factors that [`format`] has written beside the masters, once a call of
+//! forward; backward reads them again.
 
+pub(crate) mod format;
 pub(crate) mod fused;
 pub(crate) mod plain;
 
-use dormouse_reference::{Error, FactorFormat, Result};
-
 use crate::tensor::Tensor;
-
-/// Refuses a format that the kernels do not round to.
-pub(crate) fn check_format(op: &'static str, format: FactorFormat) -> Result<()> {
-    if format == FactorFormat::F32 {
-        return Ok(());
-    }
-    let expected = "f32, the only format of factors that the kernels have; the reference has all".to_owned();
-    Err(Error::Config { op, field: "format", expected, got: format.to_string() })
-}
 
 /// The factors of E maps from I to O of rank R.
 #[derive(Clone, Copy)]

@@ -91,3 +91,36 @@ pub(crate) fn spread(factor: &mut ArrayD<f64>, rng: &mut rand_chacha::ChaCha8Rng
     let exponents = crate::draw::uniform(rng, &shape, -20.0, 4.0);
     factor.zip_mut_with(&exponents, |w, e| *w *= e.exp2());
 }
+
+/// A factor where a format has to decide: columns of numbers halfway between two neighbours of the format, columns of
+/// zeros, and columns as they are. In ternary the first have ones and a large last element, without which the ones would
+/// be kept, and there are columns with elements exactly at 0.7 of the mean, which are dropped.
+pub(crate) fn edges(factor: &mut ArrayD<f64>, format: FactorFormat, rng: &mut rand_chacha::ChaCha8Rng) {
+    // One bit more than a number of the format has: the last one is set.
+    let bits = match format {
+        FactorFormat::Fp8 => 5,
+        FactorFormat::F16 => 12,
+        _ => 9,
+    };
+    let rows = factor.shape()[factor.ndim() - 2];
+    let size = 2f64.powi(-(rows.ilog2() as i32) / 2);
+    let (shape, last) = (factor.shape().to_vec(), factor.ndim() - 1);
+    let draws = crate::draw::uniform(rng, &shape, 0.5, 1.0);
+    let mut columns: Vec<_> = factor.axis_iter_mut(Axis(last)).collect();
+    for (r, (column, draws)) in columns.iter_mut().zip(draws.axis_iter(Axis(last))).enumerate() {
+        let ternary = format == FactorFormat::Ternary;
+        for (row, (w, draw)) in column.iter_mut().zip(draws).enumerate() {
+            let between = ((draw * 2f64.powi(bits - 1)).floor() * 2.0 + 1.0) * 2f64.powi(-bits);
+            let magnitude = match r % 4 {
+                0 if ternary && row + 1 == rows => rows as f64,
+                0 if ternary => 1.0,
+                0 => between,
+                1 => 0.0,
+                2 if ternary && row / 3 * 3 + 3 > rows => 10.0 / 16.0,
+                2 if ternary => [7.0, 10.0, 13.0][row % 3] / 16.0,
+                _ => continue,
+            };
+            *w = (size * magnitude).copysign(*w);
+        }
+    }
+}

@@ -193,6 +193,7 @@ fn all<B: Backend + Witness>() -> Vec<Check<B>> {
         ("twice", Of::Any, steps::twice),
         ("resume", Of::Any, steps::resume),
         ("graph", Of::Any, steps::graph),
+        ("graph fp8", Of::Any, steps::graph_fp8),
         ("nan loss", Of::Any, steps::nan_loss),
         ("nan gradient", Of::Any, steps::nan_gradient),
         ("nan activation", Of::Any, steps::nan_activation),

@@ -7,7 +7,7 @@ use dormouse_reference::{Backend, Reference};
 
 use super::{Bands, Lab, Outcome, exact, letters};
 use crate::checkpoint::State;
-use crate::config::Config;
+use crate::config::{Config, Format};
 use crate::data::Data;
 use crate::instruments::Witness;
 use crate::learner::ModelLearner;
@@ -161,10 +161,21 @@ pub fn resume<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
 
 /// Replayed steps have the bits of eager ones, and the nodes of a graph are the launches of an eager step.
 pub fn graph<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
+    graph_of(lab, config(lab))
+}
+
+/// The same with factors in a short format, whose rounding is one launch more a call.
+pub fn graph_fp8<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
+    let mut config = config(lab);
+    config.model.format = Format::Fp8;
+    graph_of(lab, config)
+}
+
+fn graph_of<B: Backend + Witness>(lab: &Lab<'_, B>, config: Config) -> Result<Outcome> {
     if !lab.graphs {
         return Ok(Outcome::NotRun("the backend has no graphs".into()));
     }
-    let (config, n) = (config(lab), steps(lab));
+    let n = steps(lab);
     let mut one_by_one = lab.learner(&config, false)?;
     let eager = advance(&mut one_by_one, &config, 0..n)?;
     let mut learner = lab.learner(&config, true)?;

@@ -38,11 +38,6 @@ pub trait Witness {
         true
     }
 
-    /// Whether spectral factors can be rounded to other formats than f32.
-    fn has_formats(&self) -> bool {
-        true
-    }
-
     /// Whether calls and launches are counted at all.
     fn counts(&self) -> bool {
         false
@@ -104,10 +99,6 @@ impl Witness for Gpu {
 
     fn has(&self, stem: &str) -> bool {
         catalogue().iter().any(|kernels| kernels.stem == stem)
-    }
-
-    fn has_formats(&self) -> bool {
-        false
     }
 
     fn counts(&self) -> bool {

@@ -20,7 +20,7 @@ use ndarray::{Array2, ArrayView1, IxDyn};
 use super::waiting::{Sums, Window};
 use super::{ModelLearner, RECORD_TAIL, RING_STEPS};
 use crate::checkpoint::{State, Tensor, TensorData};
-use crate::config::{Config, ConfigError, Engram, Format, ModelConfig};
+use crate::config::{Config, ConfigError, Engram, ModelConfig};
 use crate::data::{Batch, KeyPlan, rows_of};
 use crate::host;
 use crate::host_table::HostTable;
@@ -86,7 +86,7 @@ fn needs(engram: Engram) -> &'static [&'static str] {
     }
 }
 
-/// Refuses a memory or a format that the backend has no kernels for.
+/// Refuses a memory that the backend has no kernels for.
 pub(super) fn check<B: Backend + Witness>(b: &B, config: &Config) -> Result<()> {
     let engram = config.model.engram;
     if let Some(stem) = needs(engram).iter().find(|stem| !b.has(stem)) {
@@ -96,12 +96,6 @@ pub(super) fn check<B: Backend + Witness>(b: &B, config: &Config) -> Result<()> 
             b.name()
         );
     }
-    ensure!(
-        config.model.format == Format::F32 || b.has_formats(),
-        "model.format is {}, and {} has kernels of f32 only; give --backend cpu, or --set model.format=f32",
-        config.model.format.word(),
-        b.name()
-    );
     Ok(())
 }
 

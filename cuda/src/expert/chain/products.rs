@@ -23,9 +23,9 @@ pub(super) fn first_product(
     if comptime!(!plan.math.cuda) {
         emulated_first(work, sum, y_at, which, plan);
     } else if comptime!(plan.short()) {
-        first_by_bf16(&work.left, &work.words, sum, y_at, which, plan);
+        first_by_units::<bf16>(&work.left, &work.words, sum, y_at, which, plan);
     } else {
-        first_by_tf32(&work.left, &work.words, sum, y_at, which, plan);
+        first_by_units::<tf32>(&work.left, &work.words, sum, y_at, which, plan);
     }
 }
 
@@ -88,56 +88,49 @@ pub(super) fn emulated_second(
     }
 }
 
-/// The first product by matrix units in bf16.
+/// What one instruction takes of the inner index: two elements a register in bf16, one in tf32.
+const fn depth(plan: Plan) -> usize {
+    if plan.short() { 16 } else { 8 }
+}
+
+/// A register of a factor from its word.
 #[cube]
-fn first_by_bf16(
-    left: &Array<u32>,
-    words: &SharedMemory<u32>,
-    sum: &mut Array<f32>,
-    y_at: usize,
-    #[comptime] which: usize,
-    #[comptime] plan: Plan,
-) {
-    let definition = cmma::MmaDefinition::<bf16, bf16, f32>::new(16usize, 8usize, 16usize);
-    let size!(NA) = definition.vector_size(cmma::MatrixIdent::A);
-    let size!(NB) = definition.vector_size(cmma::MatrixIdent::B);
-    let size!(NC) = definition.vector_size(cmma::MatrixIdent::Accumulator);
-    let (g, t) = place();
-    let y_at = y_at + g * comptime!(plan.by_rank().stride) + t;
-    let mut a = Array::<Vector<bf16, NA>>::new(4usize);
-    let mut b = Array::<Vector<bf16, NB>>::new(2usize);
-    let mut held = Array::<Vector<f32, NC>>::new(2usize);
-    #[unroll]
-    for step in 0..comptime!(plan.wide() / STEP) {
-        #[unroll]
-        for i in 0..4usize {
-            a[i] = Vector::<bf16, NA>::reinterpret(left[comptime!(which * plan.left() + step * LEFT + i)]);
-        }
-        #[unroll]
-        for f in 0..comptime!(plan.span / COLUMNS) {
-            #[unroll]
-            for i in 0..2usize {
-                let at = y_at + comptime!(f * COLUMNS * plan.by_rank().stride + step * STEP + i * 4);
-                b[i] = Vector::<bf16, NB>::reinterpret(words[at]);
-                let mut pair = Vector::<f32, NC>::empty();
-                pair[0] = sum[comptime!(f * HELD + i * 2)];
-                pair[1] = sum[comptime!(f * HELD + i * 2 + 1)];
-                held[i] = pair;
-            }
-            let result = definition.execute(&a, &b, &held);
-            #[unroll]
-            for i in 0..2usize {
-                let pair = result[i];
-                sum[comptime!(f * HELD + i * 2)] = pair[0];
-                sum[comptime!(f * HELD + i * 2 + 1)] = pair[1];
-            }
-        }
+fn register<E: Float, N: Size>(word: u32, #[comptime] short: bool) -> Vector<E, N> {
+    if comptime!(short) {
+        Vector::<E, N>::reinterpret(word)
+    } else {
+        let mut one = Vector::<E, N>::empty();
+        one[0] = operand::<E>(f32::reinterpret(word));
+        one
     }
 }
 
-/// The first product by matrix units in tf32.
+/// Fragment `f` of a result as an instruction takes it, from rows 0 and 8.
 #[cube]
-fn first_by_tf32(
+fn give<N: Size>(sum: &Array<f32>, held: &mut Array<Vector<f32, N>>, #[comptime] f: usize) {
+    #[unroll]
+    for i in 0..2usize {
+        let mut pair = Vector::<f32, N>::empty();
+        pair[0] = sum[comptime!(f * HELD + i * 2)];
+        pair[1] = sum[comptime!(f * HELD + i * 2 + 1)];
+        held[i] = pair;
+    }
+}
+
+/// The reverse of [`give`].
+#[cube]
+fn take_back<N: Size>(sum: &mut Array<f32>, result: &Array<Vector<f32, N>>, #[comptime] f: usize) {
+    #[unroll]
+    for i in 0..2usize {
+        let pair = result[i];
+        sum[comptime!(f * HELD + i * 2)] = pair[0];
+        sum[comptime!(f * HELD + i * 2 + 1)] = pair[1];
+    }
+}
+
+/// The first product by matrix units, eight words along the rank an instruction.
+#[cube]
+fn first_by_units<E: Float>(
     left: &Array<u32>,
     words: &SharedMemory<u32>,
     sum: &mut Array<f32>,
@@ -145,44 +138,32 @@ fn first_by_tf32(
     #[comptime] which: usize,
     #[comptime] plan: Plan,
 ) {
-    let definition = cmma::MmaDefinition::<tf32, tf32, f32>::new(16usize, 8usize, 8usize);
+    let definition = cmma::MmaDefinition::<E, E, f32>::new(16usize, 8usize, comptime!(depth(plan)));
     let size!(NA) = definition.vector_size(cmma::MatrixIdent::A);
     let size!(NB) = definition.vector_size(cmma::MatrixIdent::B);
     let size!(NC) = definition.vector_size(cmma::MatrixIdent::Accumulator);
+    let short = comptime!(plan.short());
     let (g, t) = place();
     let y_at = y_at + g * comptime!(plan.by_rank().stride) + t;
-    let mut a = Array::<Vector<tf32, NA>>::new(4usize);
-    let mut b = Array::<Vector<tf32, NB>>::new(2usize);
+    let mut a = Array::<Vector<E, NA>>::new(4usize);
+    let mut b = Array::<Vector<E, NB>>::new(2usize);
     let mut held = Array::<Vector<f32, NC>>::new(2usize);
     #[unroll]
     for step in 0..comptime!(plan.wide() / STEP) {
         #[unroll]
         for i in 0..4usize {
-            let word = left[comptime!(which * plan.left() + step * LEFT + i)];
-            let mut one = Vector::<tf32, NA>::empty();
-            one[0] = operand::<tf32>(f32::reinterpret(word));
-            a[i] = one;
+            a[i] = register::<E, NA>(left[comptime!(which * plan.left() + step * LEFT + i)], short);
         }
         #[unroll]
         for f in 0..comptime!(plan.span / COLUMNS) {
             #[unroll]
             for i in 0..2usize {
                 let at = y_at + comptime!(f * COLUMNS * plan.by_rank().stride + step * STEP + i * 4);
-                let mut one = Vector::<tf32, NB>::empty();
-                one[0] = operand::<tf32>(f32::reinterpret(words[at]));
-                b[i] = one;
-                let mut pair = Vector::<f32, NC>::empty();
-                pair[0] = sum[comptime!(f * HELD + i * 2)];
-                pair[1] = sum[comptime!(f * HELD + i * 2 + 1)];
-                held[i] = pair;
+                b[i] = register::<E, NB>(words[at], short);
             }
+            give::<NC>(sum, &mut held, f);
             let result = definition.execute(&a, &b, &held);
-            #[unroll]
-            for i in 0..2usize {
-                let pair = result[i];
-                sum[comptime!(f * HELD + i * 2)] = pair[0];
-                sum[comptime!(f * HELD + i * 2 + 1)] = pair[1];
-            }
+            take_back::<NC>(sum, &result, f);
         }
     }
 }
@@ -197,108 +178,59 @@ pub(super) fn second_product(
     #[comptime] plan: Plan,
 ) {
     if comptime!(plan.short()) {
-        second_by_bf16(words, sum, x, y_at, plan);
+        second_by_units::<bf16>(words, sum, x, y_at, plan);
     } else {
-        second_by_tf32(words, sum, x, y_at, plan);
+        second_by_units::<tf32>(words, sum, x, y_at, plan);
     }
 }
 
-/// The second product in bf16, 16 columns an instruction.
+/// The second product by matrix units: 16 columns an instruction in bf16; in tf32 eight, where inner indices t and t + 4
+/// are columns 2 t and 2 t + 1.
 #[cube]
-fn second_by_bf16(
+fn second_by_units<E: Float>(
     words: &SharedMemory<u32>,
     sum: &mut Array<f32>,
     x: &Array<f32>,
     y_at: usize,
     #[comptime] plan: Plan,
 ) {
-    let definition = cmma::MmaDefinition::<bf16, bf16, f32>::new(16usize, 8usize, 16usize);
+    let definition = cmma::MmaDefinition::<E, E, f32>::new(16usize, 8usize, comptime!(depth(plan)));
     let size!(NA) = definition.vector_size(cmma::MatrixIdent::A);
     let size!(NB) = definition.vector_size(cmma::MatrixIdent::B);
     let size!(NC) = definition.vector_size(cmma::MatrixIdent::Accumulator);
+    let short = comptime!(plan.short());
+    let stride = comptime!(plan.by_column().stride);
+    // Rows of words from this unit's first to its second, and to the next unit's.
+    let (second, next) = comptime!(if plan.short() { (4usize, 1usize) } else { (1usize, 2usize) });
     let (g, t) = place();
-    let y_at = y_at + t * comptime!(plan.by_column().stride) + g;
-    let mut a = Array::<Vector<bf16, NA>>::new(4usize);
-    let mut b = Array::<Vector<bf16, NB>>::new(2usize);
+    let y_at = y_at + t * comptime!(next * stride) + g;
+    let mut a = Array::<Vector<E, NA>>::new(4usize);
+    let mut b = Array::<Vector<E, NB>>::new(2usize);
     let mut held = Array::<Vector<f32, NC>>::new(2usize);
     #[unroll]
-    for step in 0..comptime!(plan.span / 16) {
+    for step in 0..comptime!(plan.span / depth(plan)) {
         #[unroll]
         for i in 0..4usize {
-            let mut pair = Vector::<bf16, NA>::empty();
-            pair[0] = operand::<bf16>(x[comptime!(step * 2 * HELD + i * 2)]);
-            pair[1] = operand::<bf16>(x[comptime!(step * 2 * HELD + i * 2 + 1)]);
-            a[i] = pair;
+            let mut some = Vector::<E, NA>::empty();
+            if comptime!(short) {
+                some[0] = operand::<E>(x[comptime!(step * 2 * HELD + i * 2)]);
+                some[1] = operand::<E>(x[comptime!(step * 2 * HELD + i * 2 + 1)]);
+            } else {
+                // Registers in the order of rows 0 and 8, then of inner t and t + 4.
+                some[0] = operand::<E>(x[comptime!(step * HELD + i % 2 * 2 + i / 2)]);
+            }
+            a[i] = some;
         }
         #[unroll]
         for f in 0..comptime!(plan.rank / COLUMNS) {
             #[unroll]
             for i in 0..2usize {
-                let at = y_at + comptime!((step * 8 + i * 4) * plan.by_column().stride + f * COLUMNS);
-                b[i] = Vector::<bf16, NB>::reinterpret(words[at]);
-                let mut pair = Vector::<f32, NC>::empty();
-                pair[0] = sum[comptime!(f * HELD + i * 2)];
-                pair[1] = sum[comptime!(f * HELD + i * 2 + 1)];
-                held[i] = pair;
+                let at = y_at + comptime!((step * 8 + i * second) * stride + f * COLUMNS);
+                b[i] = register::<E, NB>(words[at], short);
             }
+            give::<NC>(sum, &mut held, f);
             let result = definition.execute(&a, &b, &held);
-            #[unroll]
-            for i in 0..2usize {
-                let pair = result[i];
-                sum[comptime!(f * HELD + i * 2)] = pair[0];
-                sum[comptime!(f * HELD + i * 2 + 1)] = pair[1];
-            }
-        }
-    }
-}
-
-/// The second product in tf32, 8 columns an instruction: inner indices t and t + 4 are columns 2 t and 2 t + 1.
-#[cube]
-fn second_by_tf32(
-    words: &SharedMemory<u32>,
-    sum: &mut Array<f32>,
-    x: &Array<f32>,
-    y_at: usize,
-    #[comptime] plan: Plan,
-) {
-    let definition = cmma::MmaDefinition::<tf32, tf32, f32>::new(16usize, 8usize, 8usize);
-    let size!(NA) = definition.vector_size(cmma::MatrixIdent::A);
-    let size!(NB) = definition.vector_size(cmma::MatrixIdent::B);
-    let size!(NC) = definition.vector_size(cmma::MatrixIdent::Accumulator);
-    let (g, t) = place();
-    let y_at = y_at + t * comptime!(2 * plan.by_column().stride) + g;
-    let mut a = Array::<Vector<tf32, NA>>::new(4usize);
-    let mut b = Array::<Vector<tf32, NB>>::new(2usize);
-    let mut held = Array::<Vector<f32, NC>>::new(2usize);
-    #[unroll]
-    for step in 0..comptime!(plan.span / COLUMNS) {
-        #[unroll]
-        for i in 0..4usize {
-            // Registers in the order of rows 0 and 8, then of inner t and t + 4.
-            let mut one = Vector::<tf32, NA>::empty();
-            one[0] = operand::<tf32>(x[comptime!(step * HELD + i % 2 * 2 + i / 2)]);
-            a[i] = one;
-        }
-        #[unroll]
-        for f in 0..comptime!(plan.rank / COLUMNS) {
-            #[unroll]
-            for i in 0..2usize {
-                let at = y_at + comptime!((step * 8 + i) * plan.by_column().stride + f * COLUMNS);
-                let mut one = Vector::<tf32, NB>::empty();
-                one[0] = operand::<tf32>(f32::reinterpret(words[at]));
-                b[i] = one;
-                let mut pair = Vector::<f32, NC>::empty();
-                pair[0] = sum[comptime!(f * HELD + i * 2)];
-                pair[1] = sum[comptime!(f * HELD + i * 2 + 1)];
-                held[i] = pair;
-            }
-            let result = definition.execute(&a, &b, &held);
-            #[unroll]
-            for i in 0..2usize {
-                let pair = result[i];
-                sum[comptime!(f * HELD + i * 2)] = pair[0];
-                sum[comptime!(f * HELD + i * 2 + 1)] = pair[1];
-            }
+            take_back::<NC>(sum, &result, f);
         }
     }
 }
