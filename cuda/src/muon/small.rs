@@ -1,21 +1,20 @@
-//! The iteration for k <= [`tall::LARGEST_K`]: two launches for two iterations, for matrices of all shapes together.
+//! The iteration for k <= [`tall::LARGEST_K`]: two launches for [`TOGETHER`] iterations, for matrices of all shapes
+//! together.
 //!
 //! | launch | reads | writes |
 //! |---|---|---|
-//! | polynomial | the blocks' shares of A = X^T X | P = a I + b A + c A^2, of two iterations their product; a matrix a cube |
-//! | step | X, P | X P in place of X, a block of rows a cube; its share of the next A |
+//! | polynomial | the blocks' shares of A = X^T X | the product of the next iterations' P = a I + b A + c A^2; a matrix a cube |
+//! | step | X, that product | their product in place of X, a block of rows a cube; its share of the next A |
 //!
-//! X goes through P from the right, so its next A is P A P, and two iterations are X (P P') with P' the polynomial of that:
-//! five products of k by k matrices, which a cube does without leaving its registers, in place of a pass over X. Two and no
-//! more: A is known to a share of its largest eigenvalue, about 1, and an error in it grows as small eigenvalues do, by up
-//! to a^2 = 12 an iteration, while that of X P grows by a. After two iterations it is at 1e-5 of what the linear term
-//! makes of them, which is what sums of several hundred products in f32 leave, too; after eight it would be at 1 (measured:
-//! `docs/adr/0031`).
+//! X goes through P from the right, so its next A is P A P: products of k by k matrices, which a cube does without leaving
+//! its registers, in place of a pass over X. Not more than four iterations, because A is known to a share of its largest
+//! eigenvalue, and an error in a small one grows by up to a^2 = 12 an iteration: measured, four leave what one does, and
+//! eight leave half of a matrix with small singular values wrong (`docs/adr/0031`).
 //!
 //! The first shares come with X and not to scale; the first polynomial divides A by |X|_F^2 and itself by |X|_F, so X
 //! is never normalised on its own. The last step leaves the norms of the rows in place of A.
 //!
-//! X is read and written once in two iterations; shares are k^2 numbers a block, written once and read once. How a cube
+//! X is read and written once in four iterations; shares are k^2 numbers a block, written once and read once. How a cube
 //! multiplies X is in [`tall`].
 
 use cubecl::prelude::*;
@@ -30,6 +29,9 @@ use crate::runtime::Engine;
 use crate::scale::inverse_of;
 use crate::tall::{self, Block, HELD, NARROW, Table, UNITS, Whole, block_of, whole_of};
 use crate::tensor::{Floats, Tensor};
+
+/// Iterations between two passes over X.
+const TOGETHER: usize = 4;
 
 /// Rows of both factors in shared memory at a time, by the columns of a unit.
 const fn depth_of(columns: usize) -> usize {
@@ -112,7 +114,7 @@ fn polynomial(a: &Array<f32>, p: &mut Array<f32>, #[comptime] columns: usize, #[
     }
 }
 
-/// The polynomials of one iteration or two on a matrix, from the shares of its A.
+/// What X is multiplied by in the next `count` iterations, from the shares of its A.
 #[cube]
 fn polynomials_of(
     scales: &Floats,
@@ -123,7 +125,7 @@ fn polynomials_of(
     of_b: &mut SharedMemory<f32>,
     whole: &Whole,
     first: bool,
-    two: bool,
+    count: u32,
     #[comptime] columns: usize,
     #[comptime] mutant: u32,
 ) {
@@ -173,20 +175,24 @@ fn polynomials_of(
     for s in 0..elements {
         a[s] = a[s] / square;
     }
+    let mut all = Array::<f32>::new(elements);
+    let mut other = Array::<f32>::new(elements);
     multiply(&a, &a, &mut p, of_a, of_b, columns);
     polynomial(&a, &mut p, columns, mutant);
-    if two {
-        let mut other = Array::<f32>::new(elements);
+    #[unroll]
+    for s in 0..elements {
+        all[s] = p[s];
+    }
+    for _more in 1..count {
         // All are polynomials of A, so they commute: the next A is P A P, in any order.
         multiply(&p, &a, &mut other, of_a, of_b, columns);
         multiply(&other, &p, &mut a, of_a, of_b, columns);
-        multiply(&a, &a, &mut other, of_a, of_b, columns);
-        polynomial(&a, &mut other, columns, mutant);
-        multiply(&p, &other, &mut a, of_a, of_b, columns);
-    } else {
+        multiply(&a, &a, &mut p, of_a, of_b, columns);
+        polynomial(&a, &mut p, columns, mutant);
+        multiply(&all, &p, &mut other, of_a, of_b, columns);
         #[unroll]
         for s in 0..elements {
-            a[s] = p[s];
+            all[s] = other[s];
         }
     }
     if whole.here {
@@ -194,13 +200,13 @@ fn polynomials_of(
         for s in 0..elements {
             let (i, j) = (top + comptime!(s / columns), left + comptime!(s % columns));
             if i < k && j < k {
-                out.set(whole.matrix * stride + i * k + j, a[s] / square.sqrt());
+                out.set(whole.matrix * stride + i * k + j, all[s] / square.sqrt());
             }
         }
     }
 }
 
-/// What X is multiplied by in one iteration or in two. In the first, the shares are of blocks over their own powers of two.
+/// What X is multiplied by in the next `count` iterations. In the first, the shares are of blocks over their own powers of two.
 /// A cube has a matrix.
 ///
 /// Mutants: 2 takes the first block's norm, 3 drops the square of A, 4 misses the last block of A.
@@ -212,19 +218,19 @@ fn polynomial_kernel(
     out: &mut Floats,
     table: Table,
     first: u32,
-    two: u32,
+    count: u32,
     #[comptime] mutant: u32,
 ) {
-    let (first, two) = (first == 1u32, two == 1u32);
+    let first = first == 1u32;
     let whole = whole_of(&table);
     let mut of_a = SharedMemory::<f32>::new_aligned(comptime!(SLAB), 16usize);
     let mut of_b = SharedMemory::<f32>::new_aligned(comptime!(SLAB), 16usize);
     if whole.k <= NARROW {
         let wide = 4usize;
-        polynomials_of(scales, squares, shares, out, &mut of_a, &mut of_b, &whole, first, two, wide, mutant);
+        polynomials_of(scales, squares, shares, out, &mut of_a, &mut of_b, &whole, first, count, wide, mutant);
     } else {
         let wide = 6usize;
-        polynomials_of(scales, squares, shares, out, &mut of_a, &mut of_b, &whole, first, two, wide, mutant);
+        polynomials_of(scales, squares, shares, out, &mut of_a, &mut of_b, &whole, first, count, wide, mutant);
     }
 }
 
@@ -318,8 +324,8 @@ pub(super) fn iterate<R: Engine>(b: &Device<R>, of: &Stack, shares: &Tensor, ite
     let polynomials = b.float_scratch(&[of.layout.matrices, of.layout.widest, of.layout.widest])?;
     let mut done = 0;
     while done < iterations {
-        let (first, two) = (done == 0, done + 1 < iterations);
-        done += if two { 2 } else { 1 };
+        let (first, count) = (done == 0, TOGETHER.min(iterations - done));
+        done += count;
         let last = done == iterations;
         let uses = [&of.scales, &of.squares, shares, &polynomials];
         let grid = Grid::cubes(of.layout.matrices, UNITS);
@@ -339,7 +345,7 @@ pub(super) fn iterate<R: Engine>(b: &Device<R>, of: &Stack, shares: &Tensor, ite
                     polynomials,
                     of.layout.table(),
                     u32::from(first),
-                    u32::from(two),
+                    count as u32,
                     mutant,
                 )
             }
