@@ -147,7 +147,8 @@ fn run(args: &Args) -> Result<ExitCode> {
     if args.list {
         let mut list = list::List { stems: &args.stems, golden: &args.golden, lines: Vec::new() };
         visit_all(&mut list);
-        println!("{}\n{}", list::COLUMNS, list.lines.join("\n"));
+        // A reader that has seen enough closes the pipe, which is no fault.
+        let _ = writeln!(std::io::stdout(), "{}\n{}", list::COLUMNS, list.lines.join("\n"));
         return Ok(ExitCode::SUCCESS);
     }
     #[cfg(feature = "devices")]

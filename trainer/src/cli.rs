@@ -194,7 +194,7 @@ pub struct TrainArgs {
     #[arg(long, value_name = "PARTS", help_heading = "Training")]
     pub accumulate: Option<u32>,
     /// Learning rate of the constant part of the schedule.
-    #[arg(long, value_name = "RATE", help_heading = "Training")]
+    #[arg(long, value_name = "RATE", help_heading = "Training", allow_negative_numbers = true)]
     pub lr: Option<f64>,
     /// Train every step on the first step's rows.
     #[arg(long, help_heading = "Training")]

@@ -41,7 +41,7 @@ mod steps;
 use std::cell::OnceCell;
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Result, bail};
 use dormouse_cuda::{Arm, Gpu, Runtime};
 use dormouse_reference::{Backend, Reference};
 
@@ -230,11 +230,11 @@ pub fn command(arguments: &CheckArgs) -> Result<()> {
     }
     let only = arguments.only.as_deref().unwrap_or("");
     preset(&arguments.preset)?;
-    ensure!(
-        all::<Reference<f32>>().iter().any(|(name, _, _)| name.contains(only)),
-        "check: no check's name contains `{only}`; there are {}",
-        all::<Reference<f32>>().iter().map(|(name, _, _)| *name).collect::<Vec<_>>().join(", ")
-    );
+    let names: Vec<&str> = all::<Reference<f32>>().iter().map(|(name, _, _)| *name).collect();
+    if !names.iter().any(|name| name.contains(only)) {
+        let problem = format!("check: no check's name contains `{only}`; there are {}", names.join(", "));
+        bail!(ConfigError::Usage(problem));
+    }
     let red = match run.backend {
         Word::Cuda => on_device(Runtime::Cuda, arguments, &run, only)?,
         Word::Lavapipe => on_device(Runtime::Lavapipe, arguments, &run, only)?,

@@ -58,8 +58,13 @@ pub fn changes(a: &Config, b: &Config) -> Vec<Change> {
         .collect()
 }
 
-/// The table of changes, or an error if one alters the mathematics and is not in `allowed`.
+/// The table of changes, or an error if one alters the mathematics and is not in `allowed`, or if a key there is none.
 pub fn check_changes(then: &Config, now: &Config, allowed: &[String]) -> Result<Option<String>, ConfigError> {
+    let known = [then, now].map(flatten);
+    if let Some(key) = allowed.iter().find(|key| !known.iter().any(|keys| keys.contains_key(*key))) {
+        let problem = format!("--allow-change {key}: there is no such key; `dormouse inspect` prints all of them");
+        return Err(ConfigError::Usage(problem));
+    }
     let changes = changes(then, now);
     let table = render(&changes);
     if let Some(why) = unfit(then, now, &changes) {

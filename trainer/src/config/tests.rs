@@ -193,6 +193,8 @@ fn a_resumed_run_shows_what_changed_and_refuses_other_mathematics() {
         "{error}"
     );
     assert!(error.contains("0.002") && error.contains("0.001"), "{error}");
+    let unknown = check_changes(&then, &now, &["optimizer.rate".into()]).unwrap_err().to_string();
+    assert!(unknown.contains("optimizer.rate") && unknown.contains("no such key"), "{unknown}");
     let both = ["optimizer.lr".to_owned(), "train.total_steps".to_owned()];
     assert!(check_changes(&then, &now, &both).unwrap().is_some());
 }
