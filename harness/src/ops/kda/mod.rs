@@ -125,10 +125,6 @@ impl Operation for KdaOp {
         }
     }
 
-    fn on_devices(case: &Case<Config>) -> bool {
-        case.dim("H") == case.dim("HV") && !["b", "w", "cu_seqlens"].iter().any(|name| case.has(name))
-    }
-
     fn cases() -> Vec<Case<Config>> {
         let both = ["initial_state", "final_state"];
         let four = Form::Chunked { chunk: 4 };
@@ -178,7 +174,11 @@ impl Operation for KdaOp {
     }
 
     fn production() -> Vec<Case<Config>> {
-        vec![case((8, 512, 12, 64, 64), RECURRENT, (64, Memory::Recompute), "init", &["final_state"])]
+        let memory = (64, Memory::Recompute);
+        vec![
+            case((8, 512, 12, 64, 64), RECURRENT, memory, "init", &["final_state"]),
+            option_case((1, 700, 2, 64, 64), (4, 6), RECURRENT, memory, "init", &ALL_OPTIONS),
+        ]
     }
 
     fn strategy() -> BoxedStrategy<Case<Config>> {
@@ -235,12 +235,21 @@ impl Operation for KdaOp {
     }
 }
 
+/// Every optional input.
+const ALL_OPTIONS: [&str; 5] = ["initial_state", "final_state", "b", "w", "cu_seqlens"];
+
 /// Every option by itself and all together, in both forms.
 fn option_cases() -> Vec<Case<Config>> {
     let states = ["initial_state", "final_state"];
-    let all = ["initial_state", "final_state", "b", "w", "cu_seqlens"];
+    let all = ALL_OPTIONS;
     let often = (4, Memory::Save);
-    let mut cases = Vec::new();
+    let sixteen = Form::Chunked { chunk: 16 };
+    // Beyond the chunks of 16 and spans of 64 that a device works in, with sequences that end inside of them.
+    let mut cases = vec![
+        option_case((1, 150, 2, 6, 10), (4, 5), RECURRENT, (64, Memory::Save), "init", &all),
+        option_case((1, 83, 1, 18, 20), (3, 3), sixteen, often, "spread", &["cu_seqlens", "b", "initial_state"]),
+        option_case((2, 70, 1, 20, 12), (2, 2), sixteen, often, "spread", &["w", "initial_state", "final_state"]),
+    ];
     for form in [RECURRENT, Form::Chunked { chunk: 4 }, Form::Chunked { chunk: 16 }] {
         cases.extend([
             option_case((2, 13, 2, 5, 3), (4, 2), form, often, "spread", &states),
