@@ -40,6 +40,17 @@ pub(super) fn cuts<R: Engine>(b: &Device<R>, call: &Call<'_>) -> ComptimeOptionA
     call.inputs.cu_seqlens.map(|offsets| CutsLaunch::new(b.words(offsets), sequences)).into()
 }
 
+/// HV / H in a kernel, where that is not 1.
+#[derive(CubeType, CubeLaunch)]
+pub struct Group {
+    size: u32,
+}
+
+/// HV / H as an argument of a kernel. Not compiled in, so that all calls with groups share their kernels.
+pub(super) fn group<R: Engine>(call: &Call<'_>) -> ComptimeOptionArgs<Group, R> {
+    (call.sizes.group > 1).then(|| GroupLaunch::new(call.sizes.group as u32)).into()
+}
+
 /// One sequence of one value head.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct Chain {
@@ -47,9 +58,8 @@ pub(crate) struct Chain {
     pub index: usize,
     /// How many tokens it has.
     pub length: usize,
-    /// Its value head.
+    /// Its head, out of `heads`: HV, or H where [`chain_of_keys`] gave it.
     pub head: usize,
-    /// HV.
     heads: usize,
     /// Its first token among all B * T.
     first: usize,
@@ -60,24 +70,14 @@ pub(crate) struct Chain {
 
 #[cube]
 impl Chain {
-    /// First element of token `t` in a `[B, T, HV, width]` tensor.
+    /// First element of token `t` in a `[B, T, heads, width]` tensor.
     pub fn at(&self, t: usize, width: usize) -> usize {
         ((self.first + t) * self.heads + self.head) * width
     }
 
-    /// The same in a `[B, T, H, width]` tensor, H = HV / `group`.
-    pub fn keys_at(&self, t: usize, width: usize, #[comptime] group: usize) -> usize {
-        ((self.first + t) * (self.heads / group) + self.head / group) * width
-    }
-
-    /// From one token to the next in a `[B, T, HV, width]` tensor.
+    /// From one token to the next in a `[B, T, heads, width]` tensor.
     pub fn step(&self, width: usize) -> usize {
         self.heads * width
-    }
-
-    /// The same in a `[B, T, H, width]` tensor.
-    pub fn keys_step(&self, width: usize, #[comptime] group: usize) -> usize {
-        self.heads / group * width
     }
 
     /// The number of its chunk `n`.
@@ -112,6 +112,30 @@ pub(crate) fn whole_chain(index: usize, time: usize, heads: usize, cuts: &Compti
         ComptimeOption::None => {}
     }
     Chain { index, length, head, heads, first, chunk, span }
+}
+
+/// The chain whose rows hold a chain's keys and queries: that of its key head in `[B, T, H, K]` tensors.
+#[cube]
+pub(crate) fn chain_of_keys(chain: &Chain, group: &ComptimeOption<Group>) -> Chain {
+    let mut heads = chain.heads;
+    let mut head = chain.head;
+    #[comptime]
+    match group {
+        ComptimeOption::Some(group) => {
+            heads = chain.heads / group.size as usize;
+            head = chain.head / group.size as usize;
+        }
+        ComptimeOption::None => {}
+    }
+    Chain {
+        index: chain.index,
+        length: chain.length,
+        head,
+        heads,
+        first: chain.first,
+        chunk: chain.chunk,
+        span: chain.span,
+    }
 }
 
 /// Some neighbouring tokens of a chain.
@@ -193,7 +217,7 @@ fn sum_groups_kernel(
     dk: &mut Floats,
     len: u32,
     key: usize,
-    #[comptime] group: usize,
+    group: usize,
     #[comptime] mutant: u32,
 ) {
     let i = ABSOLUTE_POS;
@@ -201,7 +225,10 @@ fn sum_groups_kernel(
         let first = i / key * (group * key) + i % key;
         let mut dq_sum = dq_parts.at(first);
         let mut dk_sum = dk_parts.at(first);
-        let parts = comptime!(if mutant == 15 { group - 1 } else { group });
+        let mut parts = group;
+        if comptime!(mutant == 15) {
+            parts = group - 1;
+        }
         for n in 1..parts {
             dq_sum += dq_parts.at(first + n * key);
             dk_sum += dk_parts.at(first + n * key);

@@ -28,7 +28,7 @@
 //! fixed order and there are no atomics, so equal inputs give equal bits. No exponent is greater than zero, see
 //! `docs/kda.md` section 6.
 //!
-//! The options are compiled in, so a call without them has kernels that know nothing of them:
+//! Which options there are is compiled in, so a call without them has kernels that know nothing of them:
 //!
 //! - **Grouped value heads**: a chain reads q and k of its key head. Its dq and dk go to scratch, and one more launch,
 //!   `kda::sum_groups`, adds them up over the group, first to last.

@@ -31,7 +31,7 @@ use cubecl::prelude::*;
 use dormouse_reference::Result;
 use dormouse_reference::kda::{Grads, Outputs};
 
-use super::chain::{Cuts, cuts, whole_chain};
+use super::chain::{Cuts, Group, chain_of_keys, cuts, group, whole_chain};
 use super::{Call, SPAN, bytes, gate_or, load_or_zero, optional, widest};
 use crate::device::Device;
 use crate::exp::exp_of_nonpositive;
@@ -49,8 +49,6 @@ struct Plan {
     rows: usize,
     /// Columns of the state that a cube holds.
     columns: usize,
-    /// Value heads of a key head.
-    group: usize,
     /// Whether there is a gate by channel.
     gated: bool,
 }
@@ -62,7 +60,7 @@ impl Plan {
         let bytes = |columns: usize| 4 * (rows * (columns + 1) + 5 * rows + 4 * columns);
         let columns = widest(b, kernel, &[32, 16, 8], bytes)?;
         let gated = call.inputs.b.is_some() || call.inputs.w.is_some();
-        Ok(Self { rows, columns, group: call.sizes.group, gated })
+        Ok(Self { rows, columns, gated })
     }
 
     /// Elements of a vector of K that only gates by channel need.
@@ -96,6 +94,7 @@ pub(super) fn forward<R: Engine>(b: &Device<R>, call: &Call<'_>, outputs: Output
                 b.floats(inputs.beta),
                 optional(b, inputs.b),
                 optional(b, inputs.w),
+                group(call),
                 cuts(b, call),
                 optional(b, inputs.initial_state),
                 b.floats(outputs.o),
@@ -123,6 +122,7 @@ fn forward_kernel(
     beta: &Floats,
     erase: &ComptimeOption<Floats>,
     write: &ComptimeOption<Floats>,
+    group: &ComptimeOption<Group>,
     cuts: &ComptimeOption<Cuts>,
     initial_state: ComptimeOption<Floats>,
     o: &mut Floats,
@@ -145,6 +145,7 @@ fn forward_kernel(
     let blocks = value.div_ceil(columns);
     let unit = UNIT_POS as usize;
     let chain = whole_chain(cube / blocks, time, heads, cuts);
+    let of_keys = chain_of_keys(&chain, group);
     let j = cube % blocks * columns + unit;
     let alive = j < value;
 
@@ -174,7 +175,7 @@ fn forward_kernel(
             }
         }
         let at = chain.at(t, key);
-        let keys_at = chain.keys_at(t, key, plan.group);
+        let keys_at = of_keys.at(t, key);
         let strength = beta.at(chain.at(t, 1usize));
         sync_cube();
         for n in 0..key.div_ceil(columns) {
@@ -263,6 +264,7 @@ pub(super) fn backward<R: Engine>(
                     b.floats(inputs.beta),
                     optional(b, inputs.b),
                     optional(b, inputs.w),
+                    group(call),
                     cuts(b, call),
                     b.floats(states),
                     b.floats(upstream.o),
@@ -300,6 +302,7 @@ fn backward_kernel(
     beta: &Floats,
     erase: &ComptimeOption<Floats>,
     write: &ComptimeOption<Floats>,
+    group: &ComptimeOption<Group>,
     cuts: &ComptimeOption<Cuts>,
     states: &Floats,
     d_o: &Floats,
@@ -327,6 +330,7 @@ fn backward_kernel(
         terminate!();
     }
     let chain = whole_chain(index, time, heads, cuts);
+    let of_keys = chain_of_keys(&chain, group);
     let rows = plan.rows;
     let columns = plan.columns;
     let stride = comptime!(columns + 1);
@@ -377,7 +381,7 @@ fn backward_kernel(
         // Run the span forward again.
         for i in 0..len {
             let at = chain.at(start + i, key);
-            let keys_at = chain.keys_at(start + i, key, plan.group);
+            let keys_at = of_keys.at(start + i, key);
             let strength = beta.at(chain.at(start + i, 1usize));
             sync_cube();
             for m in 0..key.div_ceil(units) {
@@ -428,7 +432,7 @@ fn backward_kernel(
             let i = len - 1 - i_back;
             let t = start + i;
             let at = chain.at(t, key);
-            let keys_at = chain.keys_at(t, key, plan.group);
+            let keys_at = of_keys.at(t, key);
             let at_value = chain.at(t, value) + j;
             let at_token = chain.at(t, 1usize);
             let here = base + i * per_token;

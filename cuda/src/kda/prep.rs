@@ -24,7 +24,7 @@
 use cubecl::prelude::*;
 use dormouse_reference::Result;
 
-use super::chain::{Cuts, cuts, piece_of_chain};
+use super::chain::{Cuts, Group, chain_of_keys, cuts, group, piece_of_chain};
 use super::{CHUNK, Call, bytes, load_or_zero, optional, widest};
 use crate::device::Device;
 use crate::launch::Grid;
@@ -51,16 +51,14 @@ struct Plan {
     /// Whether loops over a chunk's tokens are unrolled, so that their arrays are registers. The software driver takes
     /// half a minute to compile them.
     unroll: bool,
-    /// Value heads of a key head.
-    group: usize,
     /// Whether there is an erase gate.
     gated: bool,
 }
 
 impl Plan {
     fn new<R: Engine>(b: &Device<R>, kernel: &'static str, call: &Call<'_>) -> Result<Self> {
-        let (key, group, gated) = (call.sizes.key, call.sizes.group, call.inputs.b.is_some());
-        let plan = |channels| Self { channels, unroll: b.matrix_units(), group, gated };
+        let (key, gated) = (call.sizes.key, call.inputs.b.is_some());
+        let plan = |channels| Self { channels, unroll: b.matrix_units(), gated };
         let widths: Vec<usize> = [64, 32, 16].into_iter().filter(|&width| width == 16 || width / 2 < key).collect();
         widest(b, kernel, &widths, |channels| plan(channels).bytes()).map(plan)
     }
@@ -134,20 +132,20 @@ pub(super) fn launch<R: Engine>(b: &Device<R>, call: &Call<'_>) -> Result<Chunks
     b.launch(NAME, grid, bytes(uses.iter().copied()), &uses, |client, count, dim| {
         let [p, t, reads, erases, writes, through] = chunks.tensors().map(|t| b.floats(t));
         let (q, k, g, beta) = (b.floats(inputs.q), b.floats(inputs.k), b.floats(inputs.g), b.floats(inputs.beta));
-        let (erase, cuts) = (optional(b, inputs.b), cuts(b, call));
+        let (erase, group, cuts) = (optional(b, inputs.b), group(call), cuts(b, call));
         let (cubes, time, heads, key) = (cubes as u32, sizes.time, sizes.heads, sizes.key);
         // SAFETY: shapes were checked by the caller; tokens and channels that do not exist are not touched.
         unsafe {
             prep_kernel::launch_unchecked::<R>(
-                client, count, dim, q, k, g, beta, erase, cuts, p, t, reads, erases, writes, through, cubes, time,
-                heads, key, plan, mutant,
+                client, count, dim, q, k, g, beta, erase, group, cuts, p, t, reads, erases, writes, through, cubes,
+                time, heads, key, plan, mutant,
             )
         }
     })?;
     Ok(chunks)
 }
 
-/// Mutants: 1 drops beta in L, 11 reads the first key head for every value head but a group's first, 12 has beta in L where
+/// Mutants: 1 drops beta in L, 11 reads the first key head for every value head, 12 has beta in L where
 /// there is an erase gate.
 #[cube(launch_unchecked)]
 fn prep_kernel(
@@ -156,6 +154,7 @@ fn prep_kernel(
     g: &Floats,
     beta: &Floats,
     erase: &ComptimeOption<Floats>,
+    group: &ComptimeOption<Group>,
     cuts: &ComptimeOption<Cuts>,
     p: &mut Floats,
     t: &mut Floats,
@@ -185,6 +184,8 @@ fn prep_kernel(
     let piece = piece_of_chain(cube, time, heads, cuts, size);
     let (chain, start) = (piece.chain, piece.start);
     let length = chain.length;
+    let grouped = comptime!(group.is_some());
+    let of_keys = chain_of_keys(&chain, group);
     if comptime!(packed) {
         if start >= length {
             terminate!();
@@ -230,7 +231,7 @@ fn prep_kernel(
     let first = unit / channels * half;
     let tile_at = first * stride + unit % channels;
     let step = chain.step(key);
-    let keys_step = chain.keys_step(key, plan.group);
+    let keys_step = of_keys.step(key);
     for block in 0..key.div_ceil(channels) {
         let channel = block * channels + unit % channels;
         sync_cube();
@@ -244,11 +245,9 @@ fn prep_kernel(
             }
             let chunk_at = chain.at(start, key) + channel;
             let at = chunk_at + first * step;
-            let mut keys_at = chain.keys_at(start, key, plan.group) + channel + first * keys_step;
-            if comptime!(mutant == 11) {
-                if chain.head % plan.group > 0 {
-                    keys_at -= chain.head / plan.group * key;
-                }
+            let mut keys_at = of_keys.at(start, key) + channel + first * keys_step;
+            if comptime!(mutant == 11 && grouped) {
+                keys_at -= of_keys.head * key;
             }
             #[unroll(plan.unroll)]
             for i in 0..half {

@@ -42,7 +42,7 @@ use runs::{
     Run, across_borders, add_level, erase_of, factors_at_level, from_other_runs, load_run, through_span, within_run,
 };
 
-use super::chain::{Chain, Cuts, cuts, piece_of_chain};
+use super::chain::{Chain, Cuts, Group, chain_of_keys, cuts, group, piece_of_chain};
 use super::dstate::Passed;
 use super::tile::{self, clear, multiply_add};
 use super::{Call, Fused, SPAN, bytes, load_or_zero, optional};
@@ -101,15 +101,15 @@ pub(super) fn launch<R: Engine>(
     let grid = Grid::cubes(cubes, UNITS as u32);
     b.launch(NAME, grid, bytes(uses.iter().copied()), &uses, |client, count, dim| {
         let [q, k, v, g, beta, u, z, d_o, states, dstates, dq, dk, dg, dbeta] = always.map(|t| b.floats(t));
-        let (erase, cuts) = (optional(b, inputs.b), cuts(b, call));
+        let (erase, group, cuts) = (optional(b, inputs.b), group(call), cuts(b, call));
         let (db, dw) = (optional(b, grads.db), optional(b, grads.dw));
         let (cubes, scale, time, heads) = (cubes as u32, *scale, sizes.time, sizes.heads);
         let (key, value) = (sizes.key, sizes.value);
         // SAFETY: shapes were checked by the caller; tokens, channels and columns that do not exist are not touched.
         unsafe {
             grads_kernel::launch_unchecked::<R>(
-                client, count, dim, q, k, v, g, beta, erase, cuts, u, z, d_o, states, dstates, dq, dk, dg, dbeta, db,
-                dw, scale, cubes, time, heads, key, value, plan, mutant,
+                client, count, dim, q, k, v, g, beta, erase, group, cuts, u, z, d_o, states, dstates, dq, dk, dg,
+                dbeta, db, dw, scale, cubes, time, heads, key, value, plan, mutant,
             )
         }
     })
@@ -125,6 +125,7 @@ fn grads_kernel(
     g: &Floats,
     beta: &Floats,
     erase: &ComptimeOption<Floats>,
+    group: &ComptimeOption<Group>,
     cuts: &ComptimeOption<Cuts>,
     u: &Floats,
     z: &Floats,
@@ -163,6 +164,7 @@ fn grads_kernel(
     let piece = piece_of_chain(cube, time, heads, cuts, span);
     let (chain, start) = (piece.chain, piece.start);
     let length = chain.length;
+    let of_keys = chain_of_keys(&chain, group);
     if comptime!(packed) {
         if start >= length {
             terminate!();
@@ -206,8 +208,8 @@ fn grads_kernel(
             channel: unit % channels,
             at: chain.at(start + first, key) + channel,
             step: chain.step(key),
-            keys_at: chain.keys_at(start + first, key, plan.group) + channel,
-            keys_step: chain.keys_step(key, plan.group),
+            keys_at: of_keys.at(start + first, key) + channel,
+            keys_step: of_keys.step(key),
             live,
         };
 

@@ -16,8 +16,6 @@ pub(super) struct Plan {
     /// Channels of a block.
     pub channels: usize,
     pub math: Math,
-    /// Value heads of a key head.
-    pub group: usize,
     /// Whether there is an erase gate.
     pub gated: bool,
 }
@@ -26,11 +24,11 @@ impl Plan {
     /// Takes as many channels, then as many value columns, as there are and as fit.
     pub fn new<R: Engine>(b: &Device<R>, kernel: &'static str, call: &Call<'_>) -> Result<Self> {
         let Call { inputs, sizes, math, .. } = call;
-        let (math, group, gated) = (*math, sizes.group, inputs.b.is_some());
+        let (math, gated) = (*math, inputs.b.is_some());
         let upto = |widths: &[usize], size: usize| -> Vec<usize> {
             widths.iter().copied().filter(|&width| width == 16 || width / 2 < size).collect()
         };
-        let plan = |channels, values| Self { values, channels, math, group, gated };
+        let plan = |channels, values| Self { values, channels, math, gated };
         let channels = widest(b, kernel, &upto(&[64, 32, 16], sizes.key), |channels| plan(channels, 16).bytes())?;
         let values = widest(b, kernel, &upto(&[32, 16], sizes.value), |values| plan(channels, values).bytes())?;
         Ok(plan(channels, values))
