@@ -3,9 +3,9 @@
 
 mod common;
 
-use dormouse_cuda::{Arm, Gpu};
+use dormouse_cuda::{Arm, Gpu, Tensor};
 use dormouse_reference::kda::{Config, Form, Grads, Inputs, Kda, Memory, Outputs};
-use dormouse_reference::{DType, Error, Precision, Reference, Tensors};
+use dormouse_reference::{Checked, DType, Error, Precision, Reference, Tensors};
 use ndarray::{ArrayD, Axis, IxDyn, Slice};
 
 type Arrays = Vec<(&'static str, ArrayD<f64>)>;
@@ -65,8 +65,9 @@ fn upstream([batch, time, heads, key, value]: Lengths) -> Outputs<ArrayD<f64>> {
 
 /// o, final_state and every gradient by name.
 fn run<B: Kda>(b: &B, precision: Precision, inputs: &Inputs<ArrayD<f64>>, upstream: &Outputs<ArrayD<f64>>) -> Arrays {
-    let send = |_: &'static str, x: &ArrayD<f64>| {
-        let tensor = b.persistent(x.shape(), b.float()).unwrap();
+    let send = |name: &'static str, x: &ArrayD<f64>| {
+        let dtype = if name == "cu_seqlens" { DType::U32 } else { b.float() };
+        let tensor = b.persistent(x.shape(), dtype).unwrap();
         b.upload(x.view(), &tensor).unwrap();
         tensor
     };
@@ -178,25 +179,109 @@ fn what_a_device_cannot_do_is_refused_by_name() {
     assert!(wide.to_string().contains("K of at most 256"), "{wide}");
     assert!(matches!(error(Precision::Full, [1, 2, 1, 4, 257]), Error::Shape { arg: "v", .. }));
     assert!(matches!(error(Precision::Bf16, [1, 2, 1, 4, 4]), Error::Config { field: "precision", .. }));
-    let (wide, cuts) = (b.persistent(&[1, 2, 1, 4], DType::F32).unwrap(), b.persistent(&[2], DType::U32).unwrap());
-    let beta = b.persistent(&[1, 2, 1], DType::F32).unwrap();
-    for option in ["b", "w", "cu_seqlens"] {
-        let there = |name: &str| (option == name).then_some(&wide);
-        let inputs = Inputs {
-            q: &wide,
-            k: &wide,
-            v: &wide,
-            g: &wide,
-            beta: &beta,
-            b: there("b"),
-            w: there("w"),
-            cu_seqlens: (option == "cu_seqlens").then_some(&cuts),
-            initial_state: None,
-        };
-        let refused = Kda::forward(&b, &config(Precision::Full), inputs).map(|_| ()).unwrap_err();
-        assert!(matches!(refused, Error::Presence { arg, .. } if arg == option), "{refused}");
-    }
     b.set_arms(Arm::Fused);
     let large = error(Precision::Full, [1, 2, 1, 256, 4]).to_string();
     assert!(large.contains("kda::forward") && large.contains("bytes of shared memory"), "{large}");
+}
+
+/// Inputs with every option: `heads` value heads on `heads / 2` key heads, and the sequences of `cuts`.
+fn with_options([_, time, heads, key, value]: Lengths, cuts: &[u32]) -> Inputs<ArrayD<f64>> {
+    let plain = inputs([1, time, heads, key, value], MILD);
+    let keys = |x: &ArrayD<f64>| x.slice_axis(Axis(2), (..heads / 2).into()).to_owned();
+    let gate = |x: &ArrayD<f64>| x.mapv(|x| f64::from((0.5 + 0.2 * x.sin()) as f32));
+    let states = inputs([cuts.len() - 1, 1, heads, key, value], MILD).initial_state;
+    Inputs {
+        q: keys(&plain.q),
+        k: keys(&plain.k),
+        b: Some(gate(&plain.q)),
+        w: Some(gate(&plain.v)),
+        cu_seqlens: Some(ArrayD::from_shape_fn(IxDyn(&[cuts.len()]), |n| f64::from(cuts[n[0]]))),
+        initial_state: states,
+        ..plain
+    }
+}
+
+/// The gates hold options against the reference. What is left are heads as wide as a model's, and what a call without
+/// options pays for them: nothing, not one launch.
+#[test]
+fn wide_heads_with_options_equal_the_reference_and_only_groups_cost_a_launch() {
+    let lengths = [1, 100, 2, 64, 40];
+    let inputs_of = with_options(lengths, &[0, 70, 70, 100]);
+    let mut upstream = upstream(lengths);
+    upstream.final_state = inputs_of.initial_state.clone();
+    let expected = run(&Reference::<f64>::new(), Precision::Full, &inputs_of, &upstream);
+    for arm in Arm::ALL {
+        let Some(b) = device(arm) else { return };
+        let errors = errors(&run(&b, Precision::Full, &inputs_of, &upstream), &expected);
+        println!("{arm}: {errors:?}");
+        // dbeta is zero with both gates, so its relative error is no number; gate `diff` has its zeros.
+        let wrong: Vec<_> = errors.iter().filter(|(name, e)| *name != "dbeta" && (e.is_nan() || *e > 2e-6)).collect();
+        assert!(wrong.is_empty(), "{arm}: {wrong:?}");
+        let with = b.ledger().count();
+        let Some(b) = device(arm) else { return };
+        run(&b, Precision::Full, &inputs([1, 100, 2, 64, 40], MILD), &self::upstream(lengths));
+        assert_eq!(with, b.ledger().count() + 1, "{arm}");
+        assert!(!b.ledger().kernels.contains_key("kda::sum_groups"), "{arm}");
+    }
+}
+
+/// What `Checked` refuses a device does not look at. Offsets past T end at T, a sequence that would end before it starts
+/// is empty, and sequences that are in order have the bits that they have beside others in order.
+#[test]
+fn offsets_out_of_order_are_clamped_and_checked_calls_refuse_them() {
+    let lengths = [1, 40, 2, 6, 5];
+    let upstream = Outputs { final_state: None, ..upstream(lengths) };
+    for arm in Arm::ALL {
+        let Some(b) = device(arm) else { return };
+        let of = |cuts: &[u32]| run(&b, Precision::Full, &with_options(lengths, cuts), &upstream);
+        assert_eq!(of(&[0, 17, 99, 4_000_000_000]), of(&[0, 17, 40, 40]), "{arm}");
+        let rows = |of: &Arrays, name: &str, axis: usize, at: std::ops::Range<usize>| {
+            let (_, x) = of.iter().find(|(known, _)| *known == name).unwrap();
+            x.slice_axis(Axis(axis), Slice::from(at)).to_owned()
+        };
+        // The second sequence is empty, and the third begins again inside of the first; tokens 30.. are in no sequence.
+        let (wrong, right) = (of(&[0, 20, 18, 30]), of(&[0, 20, 20, 40]));
+        for (name, axis, at) in [("o", 1, 0..18), ("final_state", 0, 0..2), ("dv", 1, 0..18)] {
+            let [wrong, right] = [&wrong, &right].map(|x| rows(x, name, axis, at.clone()));
+            assert_eq!(wrong, right, "{arm} {name}");
+        }
+        let send = |name: &'static str, x: &ArrayD<f64>| {
+            let dtype = if name == "cu_seqlens" { DType::U32 } else { DType::F32 };
+            let tensor = b.persistent(x.shape(), dtype).unwrap();
+            b.upload(x.view(), &tensor).unwrap();
+            tensor
+        };
+        let sent = with_options(lengths, &[0, 20, 18, 40]).map(|name, x| send(name, &x));
+        let Some(b) = device(arm) else { return };
+        let refused = Kda::forward(&Checked(b), &config(Precision::Full), sent.as_ref()).map(|_| ()).unwrap_err();
+        assert!(matches!(refused, Error::Value { arg: "cu_seqlens", .. }), "{refused}");
+    }
+}
+
+/// The same calls are refused as by the reference, about the same argument.
+#[test]
+fn options_that_do_not_fit_are_refused_by_name() {
+    let Some(b) = device(Arm::Fused) else { return };
+    let tensor = |shape: &[usize], dtype| b.persistent(shape, dtype).unwrap();
+    let floats = |shape: &[usize]| tensor(shape, DType::F32);
+    let (q, v, g, beta) = (floats(&[1, 4, 2, 3]), floats(&[1, 4, 4, 5]), floats(&[1, 4, 4, 3]), floats(&[1, 4, 4]));
+    let (cuts, states) = (tensor(&[3], DType::U32), floats(&[2, 4, 3, 5]));
+    let none =
+        Inputs { q: &q, k: &q, v: &v, g: &g, beta: &beta, b: None, w: None, cu_seqlens: None, initial_state: None };
+    let refused = |inputs: Inputs<&Tensor>| match Kda::forward(&b, &config(Precision::Full), inputs) {
+        Ok(_) => panic!("nothing was refused"),
+        Err(Error::Shape { arg, .. } | Error::Storage { arg, .. }) => arg,
+        Err(other) => panic!("{other}"),
+    };
+    assert_eq!(refused(Inputs { b: Some(&v), ..none.clone() }), "b");
+    assert_eq!(refused(Inputs { w: Some(&g), ..none.clone() }), "w");
+    assert_eq!(refused(Inputs { initial_state: Some(&states), ..none.clone() }), "initial_state");
+    assert_eq!(refused(Inputs { cu_seqlens: Some(&floats(&[3])), ..none.clone() }), "cu_seqlens");
+    let packed = Inputs { cu_seqlens: Some(&cuts), initial_state: Some(&states), ..none.clone() };
+    assert!(Kda::forward(&b, &config(Precision::Full), packed.clone()).is_ok());
+    let two = [&[2, 4, 2, 3][..], &[2, 4, 4, 5], &[2, 4, 4, 3], &[2, 4, 4]].map(floats);
+    let batch = Inputs { q: &two[0], k: &two[0], v: &two[1], g: &two[2], beta: &two[3], ..packed };
+    assert_eq!(refused(batch), "q");
+    let (v, g, beta) = (floats(&[1, 4, 3, 5]), floats(&[1, 4, 3, 3]), floats(&[1, 4, 3]));
+    assert_eq!(refused(Inputs { v: &v, g: &g, beta: &beta, ..none }), "v");
 }

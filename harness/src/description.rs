@@ -298,7 +298,7 @@ pub trait Operation: Sized + Sync + 'static {
         &[]
     }
 
-    /// Whether a device computes this case. A device refuses the others; the gates of devices leave them out.
+    /// Whether the gates of devices run this case. They leave out what a device refuses, or would compile too long for.
     fn on_devices(_case: &Case<Self::Config>) -> bool {
         true
     }

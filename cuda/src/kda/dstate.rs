@@ -5,17 +5,18 @@
 //! dS = Diag(e^{G_n}) dS' + scale Qt^T dO - Rt^T Z
 //! ```
 //!
-//! A cube is a chain and a block of its value columns. It holds its columns of dS in shared memory and reads
+//! With a write gate dV = w * Z. A cube is a chain and a block of its value columns. It holds its columns of dS in shared memory and reads
 //! ahead like `forward`. Neither S nor U is needed, so this kernel does not wait for a forward pass that computes them again.
 
 use cubecl::prelude::*;
 use dormouse_reference::Result;
 use dormouse_reference::kda::{Grads, Outputs};
 
+use super::chain::{Cuts, cuts, whole_chain};
 use super::forward::Plan;
 use super::prep::Chunks;
 use super::tile::{self, clear, multiply_add};
-use super::{CHUNK, Call, SPAN, bytes, load_or_zero, optional, token_at};
+use super::{CHUNK, Call, SPAN, bytes, gate_or, load_or_zero, optional};
 use crate::device::Device;
 use crate::launch::Grid;
 use crate::runtime::Engine;
@@ -23,9 +24,9 @@ use crate::tensor::{Floats, Tensor};
 
 /// What the gradients of a span need of the ones after it.
 pub(super) struct Passed {
-    /// `[B, T, H, V]`, the gradient of what each token writes.
+    /// `[B, T, HV, V]`, the gradient of what each token writes.
     pub z: Tensor,
-    /// `[B, H, spans, K, V]`, the gradient of the state that leaves each span.
+    /// `[spans of all chains, K, V]`, the gradient of the state that leaves each span.
     pub dstates: Tensor,
 }
 
@@ -48,7 +49,9 @@ pub(super) fn launch<R: Engine>(
     uses.extend(upstream.final_state);
     uses.extend([grads.dv, &passed.z, &passed.dstates]);
     uses.extend(grads.dinitial_state);
-    let mutant = super::mutant(b, 5..=6);
+    uses.extend(inputs.w);
+    uses.extend(inputs.cu_seqlens);
+    let mutant = super::mutant(b, &[5, 6, 16]);
     let grid = Grid::cubes(cubes, plan.units() as u32);
     b.launch(NAME, grid, bytes(uses.iter().copied()), &uses, |client, count, dim| {
         let [p, t, reads, erases, writes, through] = chunks.tensors().map(|t| b.floats(t));
@@ -59,6 +62,8 @@ pub(super) fn launch<R: Engine>(
                 count,
                 dim,
                 b.floats(inputs.beta),
+                optional(b, inputs.w),
+                cuts(b, call),
                 p,
                 t,
                 reads,
@@ -85,10 +90,12 @@ pub(super) fn launch<R: Engine>(
     Ok(passed)
 }
 
-/// Mutants: 5 drops the gradient of the final state, 6 drops what a token erases.
+/// Mutants: 5 drops the gradient of the final state, 6 drops what a token erases, 16 drops the write gate in dv.
 #[cube(launch_unchecked)]
 fn dstate_kernel(
     beta: &Floats,
+    write_gate: &ComptimeOption<Floats>,
+    cuts: &ComptimeOption<Cuts>,
     p: &Floats,
     t: &Floats,
     reads: &Floats,
@@ -125,10 +132,11 @@ fn dstate_kernel(
     let product = comptime!(plan.product());
     let stride = comptime!(by_column.stride);
     let column_blocks = value.div_ceil(width);
-    let chain = cube / column_blocks;
+    let gated = comptime!(write_gate.is_some());
+    let chain = whole_chain(cube / column_blocks, time, heads, cuts);
+    let length = chain.length;
     let first = cube % column_blocks * width;
-    let chunks = time.div_ceil(size);
-    let spans = time.div_ceil(span);
+    let chunks = length.div_ceil(size);
 
     let mut dstate = SharedMemory::<f32>::new(comptime!(of_state.len()));
     let mut query = SharedMemory::<f32>::new(comptime!(by_channel.len()));
@@ -155,7 +163,7 @@ fn dstate_kernel(
     #[comptime]
     match d_final {
         ComptimeOption::Some(last) => {
-            let at = chain * (key * value);
+            let at = chain.index * (key * value);
             tile::load_state(&last, &mut dstate, 0usize, at, 0usize, first, key, value, of_state);
         }
         ComptimeOption::None => {
@@ -182,14 +190,14 @@ fn dstate_kernel(
             }
             let start = (chunks - turn) * size;
             if turn == 1 || (start + size) % span == 0 {
-                let at = (chain * spans + start / span) * (key * value);
+                let at = chain.span(start / span) * (key * value);
                 tile::store_state(&dstate, dstates, at, first, key, value, of_state);
             }
             sync_cube();
         }
         if turn < chunks {
             let n = chunks - 1 - turn;
-            let number = chain * chunks + n;
+            let number = chain.chunk(n);
             tile::fetch(reads, &mut next_query, number * size * key, key, by_channel);
             tile::fetch(erases, &mut next_erase, number * size * key, key, by_channel);
             tile::fetch(writes, &mut next_write, number * size * key, key, by_channel);
@@ -200,14 +208,16 @@ fn dstate_kernel(
             for e in 0..comptime!(product.elements()) {
                 let i = n * size + tile::row(e, product);
                 let j = first + tile::column(e, product);
-                next_strength[e] = load_or_zero(beta, token_at(chain, i, time, heads, 1usize), i < time);
-                let at = token_at(chain, i, time, heads, value) + j;
-                next_upstream[e] = scale * load_or_zero(d_o, at, i < time && j < value);
+                let at = chain.at(i, value) + j;
+                let alive = i < length && j < value;
+                let strength = load_or_zero(beta, chain.at(i, 1usize), i < length);
+                next_strength[e] = gate_or(write_gate, at, strength, alive);
+                next_upstream[e] = scale * load_or_zero(d_o, at, alive);
             }
         }
         if turn > 0 {
             let start = (chunks - turn) * size;
-            let live = (time - start).min(size);
+            let live = (length - start).min(size);
             // dU = scale P^T dO + Kb dS'
             let with_pairs_turned = comptime!(plan.with_pairs_turned());
             clear(&mut sum, product);
@@ -227,10 +237,14 @@ fn dstate_kernel(
                 solved[tile::row(e, product) * stride + tile::column(e, product)] = -sum[e];
                 let i = start + tile::row(e, product);
                 let j = first + tile::column(e, product);
-                if i < time && j < value {
-                    let at = token_at(chain, i, time, heads, value) + j;
+                if i < length && j < value {
+                    let at = chain.at(i, value) + j;
                     z.set(at, sum[e]);
-                    dv.set(at, strength[e] * sum[e]);
+                    let mut dv_here = strength[e] * sum[e];
+                    if comptime!(mutant == 16 && gated) {
+                        dv_here = sum[e];
+                    }
+                    dv.set(at, dv_here);
                 }
             }
             sync_cube();
@@ -259,7 +273,7 @@ fn dstate_kernel(
     #[comptime]
     match d_initial {
         ComptimeOption::Some(initial) => {
-            tile::store_state(&dstate, initial, chain * (key * value), first, key, value, of_state);
+            tile::store_state(&dstate, initial, chain.index * (key * value), first, key, value, of_state);
         }
         ComptimeOption::None => {}
     }

@@ -9,15 +9,16 @@
 //! is read into registers while the chunk before is worked on, since nothing else hides how long that takes. A unit holds
 //! some elements of each `[CHUNK, columns]` result, see `tile`.
 //!
-//! A last chunk without all its tokens works on zeros: nothing is written, and g = 0 forgets nothing.
+//! With a write gate w * V stands where beta V does. A last chunk without all its tokens works on zeros: nothing is written, and g = 0 forgets nothing.
 
 use cubecl::prelude::*;
 use dormouse_reference::Result;
 use dormouse_reference::kda::Outputs;
 
+use super::chain::{Cuts, cuts, whole_chain};
 use super::prep::Chunks;
 use super::tile::{self, Factors, Math, Part, Strides, Tile, clear, multiply_add};
-use super::{CHUNK, Call, Fused, SPAN, Sizes, bytes, load_or_zero, optional, token_at, widest};
+use super::{CHUNK, Call, Fused, SPAN, Sizes, bytes, gate_or, load_or_zero, optional, widest};
 use crate::device::Device;
 use crate::launch::Grid;
 use crate::runtime::Engine;
@@ -136,7 +137,9 @@ pub(super) fn launch<R: Engine>(
     uses.extend(chunks.tensors());
     uses.extend(inputs.initial_state);
     uses.extend(outputs.final_state);
-    let mutant = super::mutant(b, 2..=4);
+    uses.extend(inputs.w);
+    uses.extend(inputs.cu_seqlens);
+    let mutant = super::mutant(b, &[2, 3, 4, 13, 14]);
     let grid = Grid::cubes(cubes, plan.units() as u32);
     b.launch(NAME, grid, bytes(uses.iter().copied()), &uses, |client, count, dim| {
         let [p, t, reads, erases, writes, through] = chunks.tensors().map(|t| b.floats(t));
@@ -148,6 +151,8 @@ pub(super) fn launch<R: Engine>(
                 dim,
                 b.floats(inputs.v),
                 b.floats(inputs.beta),
+                optional(b, inputs.w),
+                cuts(b, call),
                 optional(b, inputs.initial_state),
                 p,
                 t,
@@ -173,11 +178,14 @@ pub(super) fn launch<R: Engine>(
     Ok(Fused { states, u, chunks })
 }
 
-/// Mutants: 2 does not decay the state across a chunk, 3 writes nothing to the state, 4 is null (a renamed local).
+/// Mutants: 2 does not decay the state across a chunk, 3 writes nothing to the state, 4 is null (a renamed local), 13 starts
+/// a sequence with the state of the one before, 14 reads the slot before a sequence's first chunk.
 #[cube(launch_unchecked)]
 fn forward_kernel(
     v: &Floats,
     beta: &Floats,
+    write_gate: &ComptimeOption<Floats>,
+    cuts: &ComptimeOption<Cuts>,
     initial_state: ComptimeOption<Floats>,
     p: &Floats,
     t: &Floats,
@@ -213,10 +221,11 @@ fn forward_kernel(
     let one_row = comptime!(plan.one_row());
     let product = comptime!(plan.product());
     let column_blocks = value.div_ceil(width);
-    let chain = cube / column_blocks;
+    let packed = comptime!(cuts.is_some());
+    let chain = whole_chain(cube / column_blocks, time, heads, cuts);
+    let length = chain.length;
     let first = cube % column_blocks * width;
-    let chunks = time.div_ceil(size);
-    let spans = time.div_ceil(span);
+    let chunks = length.div_ceil(size);
 
     let mut state = SharedMemory::<f32>::new(comptime!(of_state.len()));
     let mut query = SharedMemory::<f32>::new(comptime!(by_channel.len()));
@@ -241,7 +250,10 @@ fn forward_kernel(
     #[comptime]
     match initial_state {
         ComptimeOption::Some(initial) => {
-            let at = chain * (key * value);
+            let mut at = chain.index * (key * value);
+            if comptime!(mutant == 13 && packed) {
+                at = (chain.index.max(heads) - heads) * (key * value);
+            }
             tile::load_state(&initial, &mut state, 0usize, at, 0usize, first, key, value, of_state);
         }
         ComptimeOption::None => {
@@ -264,13 +276,16 @@ fn forward_kernel(
             }
             let start = (turn - 1) * size;
             if start % span == 0 {
-                let at = (chain * spans + start / span) * (key * value);
+                let at = chain.span(start / span) * (key * value);
                 tile::store_state(&state, states, at, first, key, value, of_state);
             }
             sync_cube();
         }
         if turn < chunks {
-            let number = chain * chunks + turn;
+            let mut number = chain.chunk(turn);
+            if comptime!(mutant == 14 && packed) {
+                number -= (chain.index / heads).min(1usize);
+            }
             tile::fetch(reads, &mut next_query, number * size * key, key, by_channel);
             tile::fetch(erases, &mut next_erase, number * size * key, key, by_channel);
             tile::fetch(writes, &mut next_write, number * size * key, key, by_channel);
@@ -281,14 +296,16 @@ fn forward_kernel(
             for e in 0..comptime!(product.elements()) {
                 let i = turn * size + tile::row(e, product);
                 let j = first + tile::column(e, product);
-                let strength = load_or_zero(beta, token_at(chain, i, time, heads, 1usize), i < time);
-                let at = token_at(chain, i, time, heads, value) + j;
-                next_target[e] = strength * load_or_zero(v, at, i < time && j < value);
+                let at = chain.at(i, value) + j;
+                let alive = i < length && j < value;
+                let strength = load_or_zero(beta, chain.at(i, 1usize), i < length);
+                let strength = gate_or(write_gate, at, strength, alive);
+                next_target[e] = strength * load_or_zero(v, at, alive);
             }
         }
         if turn > 0 {
             let start = (turn - 1) * size;
-            let live = (time - start).min(size);
+            let live = (length - start).min(size);
             // Rt S, and Qt S.
             clear(&mut sum, product);
             clear(&mut read, product);
@@ -317,8 +334,8 @@ fn forward_kernel(
             for e in 0..comptime!(product.elements()) {
                 let i = start + tile::row(e, product);
                 let j = first + tile::column(e, product);
-                if i < time && j < value {
-                    let at = token_at(chain, i, time, heads, value) + j;
+                if i < length && j < value {
+                    let at = chain.at(i, value) + j;
                     o.set(at, scale * read[e]);
                     saved_u.set(at, sum[e]);
                 }
@@ -354,7 +371,7 @@ fn forward_kernel(
     #[comptime]
     match final_state {
         ComptimeOption::Some(last) => {
-            tile::store_state(&state, last, chain * (key * value), first, key, value, of_state);
+            tile::store_state(&state, last, chain.index * (key * value), first, key, value, of_state);
         }
         ComptimeOption::None => {}
     }

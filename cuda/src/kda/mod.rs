@@ -8,10 +8,10 @@
 //!
 //! | kernel | one cube | reads | writes |
 //! |---|---|---|---|
-//! | [`prep`] | a chunk of a chain | q, k, g, beta | P, T = (I + L)^-1, Qt, Rt, Kb and e^{G_n} of the chunk |
-//! | [`forward`] | some value columns of a chain, all chunks in turn | v, beta, what `prep` wrote | o, final state, U, S at each span's entry |
-//! | [`dstate`] | the same, in reverse | beta, what `prep` wrote, dO | dv, Z, dS at each span's exit, dS of the initial state |
-//! | [`grads`] | a span of a chain | q, k, v, g, beta, U, Z, dO, S, dS | dq, dk, dg, dbeta |
+//! | [`prep`] | a chunk of a chain | q, k, g, beta or b | P, T = (I + L)^-1, Qt, Rt, Kb and e^{G_n} of the chunk |
+//! | [`forward`] | some value columns of a chain, all chunks in turn | v, beta or w, what `prep` wrote | o, final state, U, S at each span's entry |
+//! | [`dstate`] | the same, in reverse | beta or w, what `prep` wrote, dO | dv, Z, dS at each span's exit, dS of the initial state |
+//! | [`grads`] | a span of a chain | q, k, v, g, beta or b, U, Z, dO, S, dS | dq, dk, dg, dbeta, db, dw |
 //!
 //! `Config::precision` is that of the products of `forward`, `dstate` and `grads` in arm `fused`: operands are rounded
 //! where they enter a product, and states, decays, sums and the triangular inverse stay f32. Arm `plain` has `Full` only.
@@ -24,9 +24,19 @@
 //! here: a step's scratch is laid out once and dies with the step, so computing a tensor again would take its memory
 //! twice.
 //!
-//! A *chain* is one (batch entry, head); its index is batch * H + head, the order of the states `[B, H, K, V]`. Every sum
-//! has one fixed order and there are no atomics, so equal inputs give equal bits. No exponent is greater than zero, see
+//! A *chain* is one (sequence, value head); its index is sequence * HV + head, the order of the states. Every sum has one
+//! fixed order and there are no atomics, so equal inputs give equal bits. No exponent is greater than zero, see
 //! `docs/kda.md` section 6.
+//!
+//! Which options there are is compiled in, so a call without them has kernels that know nothing of them:
+//!
+//! - **Grouped value heads**: a chain reads q and k of its key head. Its dq and dk go to scratch, and one more launch,
+//!   `kda::sum_groups`, adds them up over the group, first to last.
+//! - **Gates by channel**: b and w take the place of beta where they are read. Equal gates, b = w = beta, give KDA up to
+//!   rounding in arm `fused`, where L is then summed from b * k instead of multiplied by beta, and in arm `plain`.
+//! - **`cu_seqlens`** is read on the device alone, see [`chain`]. What it must hold, offsets that rise from 0 to T, is
+//!   checked by `Checked` and not here. Other offsets are clamped into 0..T: the call touches no memory that is not its own,
+//!   but rows of tokens that are in no sequence hold whatever was there, and those of tokens in several are of any of them.
 //!
 //! Tiles are as wide as fits the device's shared memory. With 32 KiB, as on the software driver, K reaches 64 in arm
 //! `fused`; with the 227 KiB of an H200 all of K and V up to 256 fit.
@@ -35,6 +45,7 @@
 //! sequences of wide heads (K = V = 64 and some 300 tokens token by token, some thousand in chunks) come out wrong there
 //! and nowhere else.
 
+mod chain;
 mod dstate;
 mod forward;
 mod grads;
@@ -43,11 +54,12 @@ mod prep;
 pub(crate) mod tile;
 
 use cubecl::prelude::*;
-use dormouse_reference::kda::{Config, Form, Grads, Inputs, Kda, Outputs};
+use dormouse_reference::kda::{Config, Form, Grads, Inputs, Kda, Outputs, check_shapes, state_symbols};
 use dormouse_reference::{Dims, Error, Precision, Result};
 
 use crate::arm::{Arm, Mutant};
 use crate::device::Device;
+use crate::embedding::check_ids;
 use crate::runtime::{self, Engine};
 use crate::tensor::{Floats, Tensor};
 use crate::words;
@@ -66,6 +78,13 @@ pub(crate) const MUTANTS: &[Mutant] = &[
     Mutant::fused("beta-dropped-in-dk"),
     Mutant::fused("sign-of-a-pair"),
     Mutant::fused("straddling-pairs-dropped-in-dg"),
+    Mutant::fused("every-value-head-reads-the-first-key-head"),
+    Mutant::fused("beta-for-the-erase-gate-in-l"),
+    Mutant::fused("state-of-the-sequence-before"),
+    Mutant::fused("chunks-of-the-sequence-before"),
+    Mutant::fused("last-value-head-dropped-in-the-sum"),
+    Mutant::fused("write-gate-dropped-in-dv"),
+    Mutant::fused("dbeta-counts-the-erase-gate"),
 ];
 
 /// Tokens of a chunk: what `prep`, `forward` and `dstate` take in one step.
@@ -87,9 +106,9 @@ pub struct Saved {
 /// What an arm leaves for its backward pass besides the inputs. There is one a call, so its size does not matter.
 #[allow(clippy::large_enum_variant)]
 enum Kept {
-    /// There were no tokens.
+    /// There were no tokens, or no sequences.
     Nothing,
-    /// `[B, H, spans, K, V]`, S on entry to each span.
+    /// `[spans of all chains, K, V]`, S on entry to each span.
     Plain { states: Tensor },
     /// The same, with what every token wrote and what every chunk brings to the state.
     Fused(Fused),
@@ -97,9 +116,9 @@ enum Kept {
 
 /// What the fused forward pass leaves.
 struct Fused {
-    /// `[B, H, spans, K, V]`, S on entry to each span.
+    /// `[spans of all chains, K, V]`, S on entry to each span.
     states: Tensor,
-    /// `[B, T, H, V]`, what each token wrote.
+    /// `[B, T, HV, V]`, what each token wrote.
     u: Tensor,
     chunks: prep::Chunks,
 }
@@ -107,37 +126,48 @@ struct Fused {
 /// Lengths of the axes.
 #[derive(Clone, Copy, Debug)]
 struct Sizes {
-    batch: usize,
+    /// B, or N with `cu_seqlens`.
+    sequences: usize,
+    /// T.
     time: usize,
+    /// HV.
     heads: usize,
+    /// HV / H.
+    group: usize,
     key: usize,
     value: usize,
+    /// Whether there is `cu_seqlens`.
+    packed: bool,
 }
 
 impl Sizes {
-    /// B * H.
+    /// Sequences of all value heads.
     fn chains(&self) -> usize {
-        self.batch * self.heads
+        self.sequences * self.heads
     }
 
-    /// Chunks of a chain; the last may be short.
-    fn chunks(&self) -> usize {
-        self.time.div_ceil(CHUNK)
+    /// Pieces of `size` tokens of all chains; the last of a chain may be short. See [`chain`] about packed ones.
+    fn pieces(&self, size: usize) -> usize {
+        if self.packed {
+            self.heads * (self.time / size + self.sequences)
+        } else {
+            self.chains() * self.time.div_ceil(size)
+        }
     }
 
-    /// Spans of a chain; the last may be short.
-    fn spans(&self) -> usize {
-        self.time.div_ceil(SPAN)
+    /// Whether there is nothing to run.
+    fn is_empty(&self) -> bool {
+        self.time == 0 || self.sequences == 0
     }
 
-    /// The shape of a state.
+    /// The shape of the states.
     fn state(&self) -> [usize; 4] {
-        [self.batch, self.heads, self.key, self.value]
+        [self.sequences, self.heads, self.key, self.value]
     }
 
     /// The shape of the states at the spans' borders.
-    fn span_states(&self) -> [usize; 5] {
-        [self.batch, self.heads, self.spans(), self.key, self.value]
+    fn span_states(&self) -> [usize; 3] {
+        [self.pieces(SPAN), self.key, self.value]
     }
 }
 
@@ -159,7 +189,7 @@ impl<R: Engine> Kda for Device<R> {
         check_precision(OP, config, arm)?;
         let o = self.float_scratch(inputs.v.shape())?;
         let last = self.float_scratch(&call.sizes.state())?;
-        let kept = if call.sizes.time == 0 {
+        let kept = if call.sizes.is_empty() {
             carry(self, inputs.initial_state, &last)?;
             Kept::Nothing
         } else {
@@ -180,37 +210,44 @@ impl<R: Engine> Kda for Device<R> {
         const OP: &str = "kda::backward";
         let inputs = saved.inputs.as_ref();
         let (call, mut dims) = check(self, OP, config, inputs.clone())?;
-        dims.bind("o", upstream.o.shape(), &["B", "T", "H", "V"])?;
+        dims.bind("o", upstream.o.shape(), &["B", "T", "HV", "V"])?;
         if let Some(last) = upstream.final_state {
-            dims.bind("final_state", last.shape(), &["B", "H", "K", "V"])?;
+            dims.bind("final_state", last.shape(), state_symbols(call.sizes.packed))?;
         }
         self.check_floats(OP, &upstream.clone().named())?;
         check_precision(OP, config, saved.arm)?;
         self.note_backward(STEM, saved.arm);
+        let like = |input: Option<&Tensor>| input.map(|x| self.float_scratch(x.shape())).transpose();
         let grads = Grads {
             dq: self.float_scratch(inputs.q.shape())?,
             dk: self.float_scratch(inputs.k.shape())?,
             dv: self.float_scratch(inputs.v.shape())?,
             dg: self.float_scratch(inputs.g.shape())?,
             dbeta: self.float_scratch(inputs.beta.shape())?,
-            db: None,
-            dw: None,
-            dinitial_state: match inputs.initial_state {
-                Some(_) => Some(self.float_scratch(&call.sizes.state())?),
-                None => None,
-            },
+            db: like(inputs.b)?,
+            dw: like(inputs.w)?,
+            dinitial_state: like(inputs.initial_state)?,
         };
+        // Where value heads share a key head, each has its own dq and dk first.
+        let parts = match call.sizes.group {
+            1 => [grads.dq.clone(), grads.dk.clone()],
+            _ => [self.float_scratch(inputs.g.shape())?, self.float_scratch(inputs.g.shape())?],
+        };
+        let by_chain = Grads { dq: &parts[0], dk: &parts[1], ..grads.as_ref() };
         match &saved.kept {
             Kept::Nothing => {
                 if let Some(first) = &grads.dinitial_state {
                     carry(self, upstream.final_state, first)?;
                 }
             }
-            Kept::Plain { states } => plain::backward(self, &call, states, upstream, grads.as_ref())?,
+            Kept::Plain { states } => plain::backward(self, &call, states, upstream, by_chain)?,
             Kept::Fused(fused) => {
-                let passed = dstate::launch(self, &call, &fused.chunks, upstream.clone(), grads.as_ref())?;
-                grads::launch(self, &call, fused, &passed, upstream.o, grads.as_ref())?;
+                let passed = dstate::launch(self, &call, &fused.chunks, upstream.clone(), by_chain.clone())?;
+                grads::launch(self, &call, fused, &passed, upstream.o, by_chain)?;
             }
+        }
+        if call.sizes.group > 1 && !call.sizes.is_empty() {
+            chain::sum_groups(self, &call, parts.each_ref(), grads.as_ref())?;
         }
         Ok(grads)
     }
@@ -232,30 +269,20 @@ fn check<'a, R: Engine>(
     inputs: Inputs<&'a Tensor>,
 ) -> Result<(Call<'a>, Dims)> {
     check_config(op, config)?;
-    for (arg, option) in [("b", inputs.b), ("w", inputs.w), ("cu_seqlens", inputs.cu_seqlens)] {
-        if option.is_some() {
-            let expected = "absent because no kernel has this option; the reference has it";
-            return Err(Error::Presence { op, arg, expected, got: "present" });
-        }
+    let dims = check_shapes(op, inputs.clone().map(|_, x| x.shape()))?;
+    b.check_floats(op, &Inputs { cu_seqlens: None, ..inputs.clone() }.named())?;
+    if let Some(offsets) = inputs.cu_seqlens {
+        check_ids(b, op, "cu_seqlens", offsets)?;
     }
-    let mut dims = Dims::new(op);
-    for (name, tensor) in inputs.clone().named() {
-        let symbols: &[&str] = match name {
-            "v" => &["B", "T", "H", "V"],
-            "beta" => &["B", "T", "H"],
-            "initial_state" => &["B", "H", "K", "V"],
-            _ => &["B", "T", "H", "K"],
-        };
-        dims.bind(name, tensor.shape(), symbols)?;
-    }
-    dims.positive(&["H", "K", "V"])?;
-    b.check_floats(op, &inputs.clone().named())?;
+    let packed = inputs.cu_seqlens.is_some();
     let sizes = Sizes {
-        batch: dims.get("B"),
+        sequences: dims.get(if packed { "N" } else { "B" }),
         time: dims.get("T"),
-        heads: dims.get("H"),
+        heads: dims.get("HV"),
+        group: dims.get("HV") / dims.get("H"),
         key: dims.get("K"),
         value: dims.get("V"),
+        packed,
     };
     for (arg, tensor, axis, got) in [("k", inputs.k, "K", sizes.key), ("v", inputs.v, "V", sizes.value)] {
         if got > WIDEST {
@@ -295,7 +322,7 @@ fn check_precision(op: &'static str, config: &Config, arm: Arm) -> Result<()> {
 }
 
 /// The planted fault if it is one of this kernel's: the others need not be compiled again.
-fn mutant<R: Engine>(b: &Device<R>, of_kernel: std::ops::RangeInclusive<u32>) -> u32 {
+fn mutant<R: Engine>(b: &Device<R>, of_kernel: &[u32]) -> u32 {
     let planted = b.mutant(STEM);
     if of_kernel.contains(&planted) { planted } else { 0 }
 }
@@ -325,12 +352,6 @@ fn bytes<'a>(tensors: impl IntoIterator<Item = &'a Tensor>) -> u64 {
     tensors.into_iter().map(Tensor::bytes).sum()
 }
 
-/// First element of token `t` of a chain in a `[B, T, H, width]` tensor.
-#[cube]
-fn token_at(chain: usize, t: usize, time: usize, heads: usize, width: usize) -> usize {
-    (((chain / heads) * time + t) * heads + chain % heads) * width
-}
-
 /// `x[at]`, or zero where there is nothing. Reads of several elements should all go to registers before the first is
 /// used, else each waits for the one before.
 #[cube]
@@ -340,4 +361,18 @@ fn load_or_zero(x: &Floats, at: usize, alive: bool) -> f32 {
         loaded = x.at(at);
     }
     loaded
+}
+
+/// Element `at` of a gate by channel, or what stands in for one that is absent.
+#[cube]
+fn gate_or(gate: &ComptimeOption<Floats>, at: usize, beta: f32, alive: bool) -> f32 {
+    let mut strength = beta;
+    #[comptime]
+    match gate {
+        ComptimeOption::Some(gate) => {
+            strength = load_or_zero(gate, at, alive);
+        }
+        ComptimeOption::None => {}
+    }
+    strength
 }

@@ -5,6 +5,8 @@
 //! Qt_i = q_i e^{G_i}               Rt_i = beta_i k_i e^{G_i}               Kb_j = k_j e^{G_n - G_j}
 //! ```
 //!
+//! With an erase gate b_i * k_i stands where beta_i k_i does, in L inside the sum.
+//!
 //! A cube is a chunk of a chain. Channels are taken a block at a time, and twice: first a unit is one channel of half the
 //! chunk and keeps its gates in registers, then a unit is one or more pairs (x, y) of tokens. For y <= x a pair stands for
 //! P_xy, otherwise for L_yx, so that all of them have work.
@@ -22,7 +24,8 @@
 use cubecl::prelude::*;
 use dormouse_reference::Result;
 
-use super::{CHUNK, Call, bytes, load_or_zero, token_at, widest};
+use super::chain::{Cuts, Group, chain_of_keys, cuts, group, piece_of_chain};
+use super::{CHUNK, Call, bytes, load_or_zero, optional, widest};
 use crate::device::Device;
 use crate::launch::Grid;
 use crate::runtime::Engine;
@@ -48,11 +51,14 @@ struct Plan {
     /// Whether loops over a chunk's tokens are unrolled, so that their arrays are registers. The software driver takes
     /// half a minute to compile them.
     unroll: bool,
+    /// Whether there is an erase gate.
+    gated: bool,
 }
 
 impl Plan {
-    fn new<R: Engine>(b: &Device<R>, kernel: &'static str, key: usize) -> Result<Self> {
-        let plan = |channels| Self { channels, unroll: b.matrix_units() };
+    fn new<R: Engine>(b: &Device<R>, kernel: &'static str, call: &Call<'_>) -> Result<Self> {
+        let (key, gated) = (call.sizes.key, call.inputs.b.is_some());
+        let plan = |channels| Self { channels, unroll: b.matrix_units(), gated };
         let widths: Vec<usize> = [64, 32, 16].into_iter().filter(|&width| width == 16 || width / 2 < key).collect();
         widest(b, kernel, &widths, |channels| plan(channels).bytes()).map(plan)
     }
@@ -81,17 +87,17 @@ impl Plan {
 /// What a chunk brings to the state. In a short last chunk the rows without a token are those of a token that is all
 /// zeros.
 pub(super) struct Chunks {
-    /// `[B, H, chunks, CHUNK, CHUNK]` with zeros above the diagonal.
+    /// `[chunks of all chains, CHUNK, CHUNK]` with zeros above the diagonal.
     pub p: Tensor,
     /// The same.
     pub t: Tensor,
-    /// Qt, `[B, H, chunks, CHUNK, K]`.
+    /// Qt, `[chunks of all chains, CHUNK, K]`.
     pub reads: Tensor,
     /// Rt, the same.
     pub erases: Tensor,
     /// Kb, the same.
     pub writes: Tensor,
-    /// e^{G_n}, `[B, H, chunks, K]`.
+    /// e^{G_n}, `[chunks of all chains, K]`.
     pub through: Tensor,
 }
 
@@ -105,7 +111,7 @@ impl Chunks {
 pub(super) fn launch<R: Engine>(b: &Device<R>, call: &Call<'_>) -> Result<Chunks> {
     const NAME: &str = "kda::prep";
     let Call { inputs, sizes, .. } = call;
-    let cubes = sizes.chains() * sizes.chunks();
+    let cubes = sizes.pieces(CHUNK);
     let pairs = || b.float_scratch(&[cubes, CHUNK, CHUNK]);
     let rows = || b.float_scratch(&[cubes, CHUNK, sizes.key]);
     let chunks = Chunks {
@@ -118,31 +124,38 @@ pub(super) fn launch<R: Engine>(b: &Device<R>, call: &Call<'_>) -> Result<Chunks
     };
     let mut uses = vec![inputs.q, inputs.k, inputs.g, inputs.beta];
     uses.extend(chunks.tensors());
-    let plan = Plan::new(b, NAME, sizes.key)?;
-    let mutant = super::mutant(b, 1..=1);
+    uses.extend(inputs.b);
+    uses.extend(inputs.cu_seqlens);
+    let plan = Plan::new(b, NAME, call)?;
+    let mutant = super::mutant(b, &[1, 11, 12]);
     let grid = Grid::cubes(cubes, UNITS as u32);
     b.launch(NAME, grid, bytes(uses.iter().copied()), &uses, |client, count, dim| {
         let [p, t, reads, erases, writes, through] = chunks.tensors().map(|t| b.floats(t));
         let (q, k, g, beta) = (b.floats(inputs.q), b.floats(inputs.k), b.floats(inputs.g), b.floats(inputs.beta));
+        let (erase, group, cuts) = (optional(b, inputs.b), group(call), cuts(b, call));
         let (cubes, time, heads, key) = (cubes as u32, sizes.time, sizes.heads, sizes.key);
         // SAFETY: shapes were checked by the caller; tokens and channels that do not exist are not touched.
         unsafe {
             prep_kernel::launch_unchecked::<R>(
-                client, count, dim, q, k, g, beta, p, t, reads, erases, writes, through, cubes, time, heads, key, plan,
-                mutant,
+                client, count, dim, q, k, g, beta, erase, group, cuts, p, t, reads, erases, writes, through, cubes,
+                time, heads, key, plan, mutant,
             )
         }
     })?;
     Ok(chunks)
 }
 
-/// Mutants: 1 drops beta in L.
+/// Mutants: 1 drops beta in L, 11 reads the first key head for every value head, 12 has beta in L where
+/// there is an erase gate.
 #[cube(launch_unchecked)]
 fn prep_kernel(
     q: &Floats,
     k: &Floats,
     g: &Floats,
     beta: &Floats,
+    erase: &ComptimeOption<Floats>,
+    group: &ComptimeOption<Group>,
+    cuts: &ComptimeOption<Cuts>,
     p: &mut Floats,
     t: &mut Floats,
     reads: &mut Floats,
@@ -167,17 +180,24 @@ fn prep_kernel(
     let slice = comptime!(plan.slice());
     let channels = plan.channels;
     let unit = UNIT_POS as usize;
-    let chunks = time.div_ceil(size);
-    let chain = cube / chunks;
-    let start = cube % chunks * size;
+    let packed = comptime!(cuts.is_some());
+    let piece = piece_of_chain(cube, time, heads, cuts, size);
+    let (chain, start) = (piece.chain, piece.start);
+    let length = chain.length;
+    let grouped = comptime!(group.is_some());
+    let of_keys = chain_of_keys(&chain, group);
+    if comptime!(packed) {
+        if start >= length {
+            terminate!();
+        }
+    }
 
     // Queries, then keys.
     let mut scaled = SharedMemory::<f32>::new(comptime!(2 * plan.keys()));
     let mut strength = SharedMemory::<f32>::new(size);
     let mut lower = SharedMemory::<f32>::new(comptime!(CHUNK * SQUARE));
     if unit < size {
-        let there = start + unit < time;
-        strength[unit] = load_or_zero(beta, token_at(chain, start + unit, time, heads, 1usize), there);
+        strength[unit] = load_or_zero(beta, chain.at(start + unit, 1usize), start + unit < length);
     }
 
     let pairs = comptime!(CHUNK * CHUNK / UNITS);
@@ -206,29 +226,46 @@ fn prep_kernel(
     let mut keys = Array::<f32>::new(half);
     let mut gates = Array::<f32>::new(half);
     let mut others = Array::<f32>::new(half);
+    let mut erasing = Array::<f32>::new(half);
     let upper = unit / channels == 1;
     let first = unit / channels * half;
     let tile_at = first * stride + unit % channels;
-    let step = heads * key;
+    let step = chain.step(key);
+    let keys_step = of_keys.step(key);
     for block in 0..key.div_ceil(channels) {
         let channel = block * channels + unit % channels;
         sync_cube();
         if first < size {
-            let mut live = ((time - start).max(first) - first).min(half);
+            let mut live = ((length - start).max(first) - first).min(half);
             let other = half - first;
-            let mut other_live = ((time - start).max(other) - other).min(half);
+            let mut other_live = ((length - start).max(other) - other).min(half);
             if channel >= key {
                 live = 0usize;
                 other_live = 0usize;
             }
-            let chunk_at = token_at(chain, start, time, heads, key) + channel;
+            let chunk_at = chain.at(start, key) + channel;
             let at = chunk_at + first * step;
+            let mut keys_at = of_keys.at(start, key) + channel + first * keys_step;
+            if comptime!(mutant == 11 && grouped) {
+                keys_at -= of_keys.head * key;
+            }
             #[unroll(plan.unroll)]
             for i in 0..half {
-                queries[i] = load_or_zero(q, at + i * step, i < live);
-                keys[i] = load_or_zero(k, at + i * step, i < live);
+                queries[i] = load_or_zero(q, keys_at + i * keys_step, i < live);
+                keys[i] = load_or_zero(k, keys_at + i * keys_step, i < live);
                 gates[i] = load_or_zero(g, at + i * step, i < live);
                 others[i] = load_or_zero(g, chunk_at + (other + i) * step, i < other_live);
+            }
+            #[comptime]
+            match erase {
+                ComptimeOption::Some(erase) =>
+                {
+                    #[unroll(plan.unroll)]
+                    for i in 0..half {
+                        erasing[i] = load_or_zero(erase, at + i * step, i < live);
+                    }
+                }
+                ComptimeOption::None => {}
             }
             let mut other_gates = 0.0f32;
             #[unroll(plan.unroll)]
@@ -255,14 +292,27 @@ fn prep_kernel(
                 for level in 0..comptime!(LEVELS) {
                     let factor = from_border(&gates, i, upper, level, plan).exp();
                     scaled[level * slice + here] = queries[i] * factor;
-                    scaled[comptime!(plan.keys()) + level * slice + here] = keys[i] * factor;
+                    let mut own = keys[i];
+                    if comptime!(plan.gated) {
+                        // A level's rows meet keys in L alone, and beta would come afterwards.
+                        let mut erased = erasing[i] * keys[i];
+                        if comptime!(mutant == 12) {
+                            erased = strength[first + i] * keys[i];
+                        }
+                        own = select(is_row(i, upper, level), erased, keys[i]);
+                    }
+                    scaled[comptime!(plan.keys()) + level * slice + here] = own * factor;
                 }
                 scaled[comptime!(LEVELS * plan.slice()) + here] = queries[i];
                 scaled[comptime!(plan.keys() + LEVELS * plan.slice()) + here] = keys[i];
                 if channel < key {
                     let decay = from_entry.exp();
                     reads.set(out + i * key, queries[i] * decay);
-                    erases.set(out + i * key, strength[first + i] * keys[i] * decay);
+                    let mut erased = strength[first + i] * keys[i];
+                    if comptime!(plan.gated) {
+                        erased = erasing[i] * keys[i];
+                    }
+                    erases.set(out + i * key, erased * decay);
                     writes.set(out + i * key, keys[i] * to_end.exp());
                 }
             }
@@ -289,7 +339,7 @@ fn prep_kernel(
             p.set(out + x * size + y, sums[n]);
         } else {
             let mut entry = strength[y] * sums[n];
-            if comptime!(mutant == 1) {
+            if comptime!(plan.gated || mutant == 1) {
                 entry = sums[n];
             }
             lower[y * square + x] = entry;
@@ -323,10 +373,6 @@ fn prep_kernel(
 fn from_border(gates: &Array<f32>, i: usize, upper: bool, #[comptime] level: usize, #[comptime] plan: Plan) -> f32 {
     let size = comptime!(1usize << level);
     let first = i / size * size;
-    let mut is_row = i / size % 2 == 1;
-    if comptime!(size == HALF) {
-        is_row = upper;
-    }
     let mut row = 0.0f32;
     let mut column = 0.0f32;
     #[unroll(plan.unroll)]
@@ -338,5 +384,16 @@ fn from_border(gates: &Array<f32>, i: usize, upper: bool, #[comptime] level: usi
             column += gates[n];
         }
     }
-    select(is_row, row, column)
+    select(is_row(i, upper, level), row, column)
+}
+
+/// Whether token `i` of this unit's half is in the second half of its block at a level, whose tokens are rows there.
+#[cube]
+fn is_row(i: usize, upper: bool, #[comptime] level: usize) -> bool {
+    let size = comptime!(1usize << level);
+    let mut second = i / size % 2 == 1;
+    if comptime!(size == HALF) {
+        second = upper;
+    }
+    second
 }

@@ -14,7 +14,8 @@ use cubecl::prelude::*;
 use dormouse_reference::Precision;
 use half::bf16;
 
-use super::{load_or_zero, token_at};
+use super::chain::Chain;
+use super::load_or_zero;
 use crate::tensor::Floats;
 
 /// How products are computed.
@@ -363,18 +364,16 @@ fn by_tf32(
     }
 }
 
-/// Copies tokens `start..start + rows` and channels `first..first + columns` of a `[B, T, H, width]` tensor into shared
-/// memory from `into_at` on, with zeros for tokens and channels that do not exist.
+/// Copies tokens `start..start + rows` and channels `first..first + columns` of a `[B, T, HV, width]` tensor into
+/// shared memory from `into_at` on, with zeros for tokens and channels that do not exist.
 #[cube]
 pub(crate) fn load(
     x: &Floats,
     into: &mut SharedMemory<f32>,
     into_at: usize,
-    chain: usize,
+    chain: &Chain,
     start: usize,
     first: usize,
-    time: usize,
-    heads: usize,
     width: usize,
     #[comptime] part: Part,
 ) {
@@ -384,8 +383,8 @@ pub(crate) fn load(
     for n in 0..comptime!(part.per_unit()) {
         let i = part_row(n, part);
         let c = part_column(n, part);
-        let there = i < comptime!(part.rows) && start + i < time && first + c < width;
-        let at = token_at(chain, start + i, time, heads, width) + first + c;
+        let there = i < comptime!(part.rows) && start + i < chain.length && first + c < width;
+        let at = chain.at(start + i, width) + first + c;
         loaded[n] = load_or_zero(x, at, there);
     }
     put(&loaded, into, into_at, part);

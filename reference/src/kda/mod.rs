@@ -179,8 +179,8 @@ fields! {
 /// # Errors
 /// `Shape` if the inputs disagree about B, T, H, HV, N, K or V, if H, HV, K or V is zero, if HV is no multiple of H or B is
 /// not 1 with `cu_seqlens`, or if an upstream gradient has another shape than its output; `Storage` if `cu_seqlens` is
-/// not of whole numbers, `Value` if it does not rise from 0 to T; `Presence` from a backend without an option; `Config` if `scale` is not finite, `chunk` or `checkpoint_every` is zero, or for a precision
-/// that the backend does not have. B = 0 and T = 0 give empty results, with the final state equal to the initial one.
+/// not of whole numbers, `Value` if it does not rise from 0 to T (on a device from [`Checked`] alone); `Config` if `scale` is
+/// not finite, `chunk` or `checkpoint_every` is zero, or for a precision that the backend does not have. B = 0 and T = 0 give empty results, with the final state equal to the initial one.
 pub trait Kda: Tensors {
     /// What `forward` hands to `backward`.
     type Saved;
@@ -285,6 +285,11 @@ impl<B: Kda> Kda for Checked<B> {
         }
         let outputs = self.0.forward(config, inputs.clone())?;
         let k = self.0.download(inputs.k)?;
+        // A device does not read the offsets on the host.
+        if let Some(offsets) = inputs.cu_seqlens {
+            let offsets: Vec<u32> = self.0.download(offsets)?.iter().map(|&x| x as u32).collect();
+            check_offsets(OP, &offsets, k.shape()[1])?;
+        }
         match inputs.b {
             Some(b) => check_expansion(OP, "b", &k, &self.0.download(b)?)?,
             None => check_expansion(OP, "beta", &k, &self.0.download(inputs.beta)?.insert_axis(Axis(3)))?,
@@ -351,14 +356,19 @@ fn without_offsets<X>(inputs: Inputs<X>) -> Inputs<X> {
     Inputs { cu_seqlens: None, ..inputs }
 }
 
-fn state_symbols(packed: bool) -> &'static [&'static str] {
+/// The axes of the states; `packed` is whether there is `cu_seqlens`.
+#[must_use]
+pub fn state_symbols(packed: bool) -> &'static [&'static str] {
     if packed { &["N", "HV", "K", "V"] } else { &["B", "HV", "K", "V"] }
 }
 
-/// The axes, and the symbols as bound by name; `offsets` is what `cu_seqlens` holds.
-fn check_inputs(op: &'static str, inputs: Inputs<&[usize]>, offsets: Option<&[u32]>) -> Result<(Shape, Dims)> {
+/// Checks the inputs' shapes against each other; gives the axes, bound by name.
+///
+/// # Errors
+/// `Shape` as [`Kda`] says.
+pub fn check_shapes(op: &'static str, inputs: Inputs<&[usize]>) -> Result<Dims> {
     let mut dims = Dims::new(op);
-    let packed = offsets.is_some();
+    let packed = inputs.cu_seqlens.is_some();
     if let Some(shape) = inputs.cu_seqlens {
         dims.bind("cu_seqlens", shape, &["N + 1"])?;
         dims.positive(&["N + 1"])?;
@@ -380,15 +390,22 @@ fn check_inputs(op: &'static str, inputs: Inputs<&[usize]>, offsets: Option<&[u3
     if heads % key_heads != 0 {
         return refuse("v", format!("HV a multiple of H = {key_heads} (H from `q`)"), inputs.v);
     }
+    if packed && dims.get("B") != 1 {
+        return refuse("q", "B = 1, since `cu_seqlens` cuts one row into sequences".to_owned(), inputs.q);
+    }
+    Ok(dims)
+}
+
+/// The axes, and the symbols as bound by name; `offsets` is what `cu_seqlens` holds.
+fn check_inputs(op: &'static str, inputs: Inputs<&[usize]>, offsets: Option<&[u32]>) -> Result<(Shape, Dims)> {
+    let dims = check_shapes(op, inputs)?;
     let (batch, time) = (dims.get("B"), dims.get("T"));
     let offsets = match offsets {
         None => (0..=batch).map(|n| n * time).collect(),
-        Some(_) if batch != 1 => {
-            return refuse("q", "B = 1, since `cu_seqlens` cuts one row into sequences".to_owned(), inputs.q);
-        }
         Some(offsets) => check_offsets(op, offsets, time)?,
     };
-    let shape = Shape { key_heads, heads, key: dims.get("K"), value: dims.get("V"), offsets };
+    let shape =
+        Shape { key_heads: dims.get("H"), heads: dims.get("HV"), key: dims.get("K"), value: dims.get("V"), offsets };
     Ok((shape, dims))
 }
 

@@ -1,4 +1,4 @@
-//! dq, dk, dg and dbeta, span by span and in no order.
+//! dq, dk, dg and dbeta, db and dw, span by span and in no order.
 //!
 //! For a span of n tokens with S on entry, dS' the gradient of the state on exit, r_i = beta_i k_i:
 //!
@@ -8,8 +8,11 @@
 //! dr_i  = -(S Z_i) e^{G_i}          + sum_{j<i}  dL_ij k_j e^{G_i - G_j}
 //! dkw_j = (dS' U_j) e^{G_n - G_j}   + sum_{i>=j} dP_ij q_i e^{G_i - G_j} + sum_{i>j} dL_ij r_i e^{G_i - G_j}
 //! dk = dkw + beta dr                  dbeta = k . dr + v . Z
+//! db = k * dr                         dw = v * Z
 //! dg_t  = e^{G_n} * rowsum(dS' * S) + sum_{i>=t} A_i + sum_{j<t} B_j + E_t
 //! ```
+//!
+//! With an erase gate r_i = b_i * k_i and dk = dkw + b * dr. dbeta has the terms of gates that are absent.
 //!
 //! A_i = q_i * dq_i + r_i * dr_i and B_j = k_j * dkw_j with the first terms of those only; E_t collects the pairs that
 //! straddle t, see `docs/kda.md` section 8. Nothing in dg is a difference of sums.
@@ -27,17 +30,22 @@
 //! products. The anchor is the last column, so a row's factor is e^{sum of g from the block's first row on} and a
 //! column's e^{sum of g behind it up to the last column}.
 
+mod plan;
 mod runs;
 
 use cubecl::prelude::*;
 use dormouse_reference::Result;
 use dormouse_reference::kda::Grads;
 
-use runs::{Run, across_borders, add_level, factors_at_level, from_other_runs, load_run, through_span, within_run};
+use plan::Plan;
+use runs::{
+    Run, across_borders, add_level, erase_of, factors_at_level, from_other_runs, load_run, through_span, within_run,
+};
 
+use super::chain::{Chain, Cuts, Group, chain_of_keys, cuts, group, piece_of_chain};
 use super::dstate::Passed;
-use super::tile::{self, Factors, Math, Part, Strides, Tile, clear, multiply_add};
-use super::{Call, Fused, SPAN, Sizes, bytes, load_or_zero, token_at, widest};
+use super::tile::{self, clear, multiply_add};
+use super::{Call, Fused, SPAN, bytes, load_or_zero, optional};
 use crate::device::Device;
 use crate::launch::Grid;
 use crate::runtime::Engine;
@@ -58,109 +66,7 @@ const LEVELS: usize = RUNS.trailing_zeros() as usize;
 /// Units that share the sums of one token.
 const SHARES: usize = UNITS / SPAN;
 
-/// What the kernel is compiled for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Plan {
-    /// Value columns of a block.
-    values: usize,
-    /// Channels of a block.
-    channels: usize,
-    math: Math,
-}
-
-impl Plan {
-    /// Takes as many channels, then as many value columns, as there are and as fit.
-    fn new<R: Engine>(b: &Device<R>, kernel: &'static str, sizes: &Sizes, math: Math) -> Result<Self> {
-        let upto = |widths: &[usize], size: usize| -> Vec<usize> {
-            widths.iter().copied().filter(|&width| width == 16 || width / 2 < size).collect()
-        };
-        let plan = |channels, values| Self { values, channels, math };
-        let channels = widest(b, kernel, &upto(&[64, 32, 16], sizes.key), |channels| plan(channels, 16).bytes())?;
-        let values = widest(b, kernel, &upto(&[32, 16], sizes.value), |values| plan(channels, values).bytes())?;
-        Ok(plan(channels, values))
-    }
-
-    /// Bytes of shared memory of a cube.
-    fn bytes(self) -> usize {
-        4 * (SPAN * self.square() + self.work() + SPAN)
-    }
-
-    /// From one token to the next in the square of pairs.
-    const fn square(self) -> usize {
-        SPAN + self.math.padding()
-    }
-
-    /// A `[SPAN, values]` tile.
-    const fn by_value(self) -> Part {
-        Part { rows: SPAN, columns: self.values, stride: self.values + self.math.padding(), units: UNITS }
-    }
-
-    /// A `[SPAN, channels]` tile.
-    const fn by_channel(self) -> Part {
-        Part { rows: SPAN, columns: self.channels, stride: self.channels + self.math.padding(), units: UNITS }
-    }
-
-    /// A `[channels, values]` tile of a state.
-    const fn of_state(self) -> Part {
-        Part { rows: self.channels, columns: self.values, stride: self.values + self.math.padding(), units: UNITS }
-    }
-
-    /// Sums of a run, one a channel.
-    const fn of_runs(self) -> usize {
-        RUNS * self.channels
-    }
-
-    /// Where the sums of runs begin in the work area: behind three tiles of channels and one number a unit.
-    const fn gates(self) -> usize {
-        3 * self.by_channel().len() + UNITS
-    }
-
-    /// The work area: three tiles of value columns and two of states; later three tiles of channels, one number a unit,
-    /// and five sums of runs: of g, of A, of B, and of the pairs at each level.
-    const fn work(self) -> usize {
-        let values = 3 * self.by_value().len() + 2 * self.of_state().len();
-        let channels = self.gates() + (3 + LEVELS) * self.of_runs();
-        if values > channels { values } else { channels }
-    }
-
-    /// The `[SPAN, channels]` sums of a block of channels.
-    const fn sums(self) -> Tile {
-        Tile { rows: SPAN, columns: self.channels, units: UNITS, math: self.math }
-    }
-
-    /// The square of pairs.
-    const fn pairs(self) -> Tile {
-        Tile { rows: SPAN, columns: SPAN, units: UNITS, math: self.math }
-    }
-
-    /// Rows of tokens times rows of tokens: a product over the value columns.
-    const fn over_values(self) -> Factors {
-        let stride = self.by_value().stride;
-        let (a, b) = (Strides { first: stride, second: 1 }, Strides { first: 1, second: stride });
-        Factors { a, b, inner: self.values }
-    }
-
-    /// Rows of tokens times rows of a state.
-    const fn with_state(self) -> Factors {
-        let a = Strides { first: self.by_value().stride, second: 1 };
-        let b = Strides { first: 1, second: self.of_state().stride };
-        Factors { a, b, inner: self.values }
-    }
-
-    /// Rows of the square times rows of channels.
-    const fn with_pairs(self) -> Factors {
-        let a = Strides { first: self.square(), second: 1 };
-        Factors { a, b: Strides { first: self.by_channel().stride, second: 1 }, inner: RUN }
-    }
-
-    /// Columns of the square times rows of channels.
-    const fn with_pairs_turned(self) -> Factors {
-        let a = Strides { first: 1, second: self.square() };
-        Factors { a, b: Strides { first: self.by_channel().stride, second: 1 }, inner: RUN }
-    }
-}
-
-/// Writes dq, dk, dg and dbeta; [`super::dstate`] has written dv and the gradient of the initial state.
+/// Writes dq and dk of every value head, dg, dbeta, db and dw; [`super::dstate`] has written dv and the gradient of the initial state.
 pub(super) fn launch<R: Engine>(
     b: &Device<R>,
     call: &Call<'_>,
@@ -170,10 +76,10 @@ pub(super) fn launch<R: Engine>(
     grads: Grads<&Tensor>,
 ) -> Result<()> {
     const NAME: &str = "kda::grads";
-    let Call { inputs, sizes, scale, math } = call;
-    let plan = Plan::new(b, NAME, sizes, *math)?;
-    let cubes = sizes.chains() * sizes.spans();
-    let uses = [
+    let Call { inputs, sizes, scale, .. } = call;
+    let plan = Plan::new(b, NAME, call)?;
+    let cubes = sizes.pieces(SPAN);
+    let always = [
         inputs.q,
         inputs.k,
         inputs.v,
@@ -189,23 +95,28 @@ pub(super) fn launch<R: Engine>(
         grads.dg,
         grads.dbeta,
     ];
-    let mutant = super::mutant(b, 7..=10);
-    b.launch(NAME, Grid::cubes(cubes, UNITS as u32), bytes(uses), &uses, |client, count, dim| {
-        let [q, k, v, g, beta, u, z, d_o, states, dstates, dq, dk, dg, dbeta] = uses.map(|t| b.floats(t));
+    let mut uses = always.to_vec();
+    uses.extend([inputs.b, inputs.cu_seqlens, grads.db, grads.dw].into_iter().flatten());
+    let mutant = super::mutant(b, &[7, 8, 9, 10, 17]);
+    let grid = Grid::cubes(cubes, UNITS as u32);
+    b.launch(NAME, grid, bytes(uses.iter().copied()), &uses, |client, count, dim| {
+        let [q, k, v, g, beta, u, z, d_o, states, dstates, dq, dk, dg, dbeta] = always.map(|t| b.floats(t));
+        let (erase, group, cuts) = (optional(b, inputs.b), group(call), cuts(b, call));
+        let (db, dw) = (optional(b, grads.db), optional(b, grads.dw));
         let (cubes, scale, time, heads) = (cubes as u32, *scale, sizes.time, sizes.heads);
         let (key, value) = (sizes.key, sizes.value);
         // SAFETY: shapes were checked by the caller; tokens, channels and columns that do not exist are not touched.
         unsafe {
             grads_kernel::launch_unchecked::<R>(
-                client, count, dim, q, k, v, g, beta, u, z, d_o, states, dstates, dq, dk, dg, dbeta, scale, cubes,
-                time, heads, key, value, plan, mutant,
+                client, count, dim, q, k, v, g, beta, erase, group, cuts, u, z, d_o, states, dstates, dq, dk, dg,
+                dbeta, db, dw, scale, cubes, time, heads, key, value, plan, mutant,
             )
         }
     })
 }
 
 /// Mutants: 7 drops the decay of the whole span in dg, 8 drops beta in dk, 9 has a sign of dL wrong, 10 drops the pairs
-/// that straddle a token in dg.
+/// that straddle a token in dg, 17 adds db to dbeta though there is an erase gate.
 #[cube(launch_unchecked)]
 fn grads_kernel(
     q: &Floats,
@@ -213,6 +124,9 @@ fn grads_kernel(
     v: &Floats,
     g: &Floats,
     beta: &Floats,
+    erase: &ComptimeOption<Floats>,
+    group: &ComptimeOption<Group>,
+    cuts: &ComptimeOption<Cuts>,
     u: &Floats,
     z: &Floats,
     d_o: &Floats,
@@ -222,6 +136,8 @@ fn grads_kernel(
     dk: &mut Floats,
     dg: &mut Floats,
     dbeta: &mut Floats,
+    db: &mut ComptimeOption<Floats>,
+    dw: &mut ComptimeOption<Floats>,
     scale: f32,
     cubes: u32,
     time: usize,
@@ -244,21 +160,26 @@ fn grads_kernel(
     let of_state = comptime!(plan.of_state());
     let sums = comptime!(plan.sums());
     let unit = UNIT_POS as usize;
-    let spans = time.div_ceil(span);
-    let chain = cube / spans;
-    let start = cube % spans * span;
+    let packed = comptime!(cuts.is_some());
+    let piece = piece_of_chain(cube, time, heads, cuts, span);
+    let (chain, start) = (piece.chain, piece.start);
+    let length = chain.length;
+    let of_keys = chain_of_keys(&chain, group);
+    if comptime!(packed) {
+        if start >= length {
+            terminate!();
+        }
+    }
     let state_at = cube * key * value;
 
     let mut pairs = SharedMemory::<f32>::new(comptime!(SPAN * plan.square()));
     let mut work = SharedMemory::<f32>::new(comptime!(plan.work()));
     let mut strength = SharedMemory::<f32>::new(span);
     if unit < span {
-        let at = token_at(chain, start + unit, time, heads, 1usize);
-        strength[unit] = load_or_zero(beta, at, start + unit < time);
+        strength[unit] = load_or_zero(beta, chain.at(start + unit, 1usize), start + unit < length);
     }
 
-    let mut dbeta_sum =
-        span_pairs(v, u, z, d_o, &mut pairs, &mut work, scale, chain, start, time, heads, value, plan, mutant);
+    let mut dbeta_sum = span_pairs(v, u, z, d_o, dw, &mut pairs, &mut work, scale, &chain, start, value, plan, mutant);
 
     let mut dq_sum = Array::<f32>::new(comptime!(sums.elements()));
     let mut dr_sum = Array::<f32>::new(comptime!(sums.elements()));
@@ -271,12 +192,13 @@ fn grads_kernel(
     let mut queries = Array::<f32>::new(comptime!(RUN));
     let mut keys = Array::<f32>::new(comptime!(RUN));
     let mut gate = Array::<f32>::new(comptime!(RUN));
+    let mut erasing = Array::<f32>::new(comptime!(plan.erasing()));
     let number = unit / channels;
     let first = number * comptime!(RUN);
     let working = number < comptime!(RUNS);
     for block in 0..key.div_ceil(channels) {
         let channel = block * channels + unit % channels;
-        let mut live = ((time - start).max(first) - first).min(comptime!(RUN));
+        let mut live = ((length - start).max(first) - first).min(comptime!(RUN));
         if channel >= key {
             live = 0usize;
         }
@@ -284,8 +206,10 @@ fn grads_kernel(
             number,
             first,
             channel: unit % channels,
-            at: token_at(chain, start + first, time, heads, key) + channel,
-            step: heads * key,
+            at: chain.at(start + first, key) + channel,
+            step: chain.step(key),
+            keys_at: of_keys.at(start + first, key) + channel,
+            keys_step: of_keys.step(key),
             live,
         };
 
@@ -309,9 +233,9 @@ fn grads_kernel(
                 sync_cube();
                 // Values that fit one block are there from the pairs.
                 if value > values || block > 0 {
-                    tile::load(d_o, &mut work, 0usize, chain, start, column, time, heads, value, by_value);
-                    tile::load(z, &mut work, second, chain, start, column, time, heads, value, by_value);
-                    tile::load(u, &mut work, third, chain, start, column, time, heads, value, by_value);
+                    tile::load(d_o, &mut work, 0usize, &chain, start, column, value, by_value);
+                    tile::load(z, &mut work, second, &chain, start, column, value, by_value);
+                    tile::load(u, &mut work, third, &chain, start, column, value, by_value);
                 }
                 let row = block * channels;
                 tile::load_state(states, &mut work, entry, state_at, row, column, key, value, of_state);
@@ -342,9 +266,16 @@ fn grads_kernel(
         }
         work[ends + unit] = through;
         if working {
-            load_run(q, &mut queries, &run, plan);
-            load_run(k, &mut keys, &run, plan);
-            load_run(g, &mut gate, &run, plan);
+            load_run(q, &mut queries, run.keys_at, run.keys_step, run.live, plan);
+            load_run(k, &mut keys, run.keys_at, run.keys_step, run.live, plan);
+            load_run(g, &mut gate, run.at, run.step, run.live, plan);
+            #[comptime]
+            match erase {
+                ComptimeOption::Some(erase) => {
+                    load_run(erase, &mut erasing, run.at, run.step, run.live, plan);
+                }
+                ComptimeOption::None => {}
+            }
             let mut sum = 0.0f32;
             #[unroll(plan.math.cuda)]
             for i in 0..comptime!(RUN) {
@@ -363,6 +294,7 @@ fn grads_kernel(
                 &keys,
                 &gate,
                 &strength,
+                &erasing,
                 &mut work,
                 &mut run_dq,
                 &mut run_dr,
@@ -376,7 +308,18 @@ fn grads_kernel(
 
         for level in 0..comptime!(LEVELS) {
             if working {
-                factors_at_level(&queries, &keys, &gate, &strength, &mut work, &mut factor, &run, level, plan);
+                factors_at_level(
+                    &queries,
+                    &keys,
+                    &gate,
+                    &strength,
+                    &erasing,
+                    &mut work,
+                    &mut factor,
+                    &run,
+                    level,
+                    plan,
+                );
             }
             sync_cube();
             // For a row: dP k and dL k over the block's columns. For a column: dL r and dP q over its rows.
@@ -410,6 +353,7 @@ fn grads_kernel(
                     &queries,
                     &keys,
                     &strength,
+                    &erasing,
                     &mut work,
                     &factor,
                     &mut run_dq,
@@ -431,6 +375,7 @@ fn grads_kernel(
                 &keys,
                 &gate,
                 &strength,
+                &erasing,
                 &pairs,
                 &mut run_dq,
                 &mut run_dr,
@@ -443,51 +388,61 @@ fn grads_kernel(
             #[unroll(plan.math.cuda)]
             for i in 0..comptime!(RUN) {
                 let erased = run_dr[i];
-                work[second + (run.first + i) * stride + run.channel] = keys[i] * erased;
+                if comptime!(!plan.gated || mutant == 17) {
+                    work[second + (run.first + i) * stride + run.channel] = keys[i] * erased;
+                }
                 if i < run.live {
                     let at = run.at + i * run.step;
                     dq.set(at, run_dq[i]);
-                    let mut erase = strength[run.first + i];
+                    let mut strength_here = erase_of(&strength, &erasing, i, &run, plan);
                     if comptime!(mutant == 8) {
-                        erase = 1.0f32;
+                        strength_here = 1.0f32;
                     }
-                    dk.set(at, run_dk[i] + erase * erased);
+                    dk.set(at, run_dk[i] + strength_here * erased);
                     dg.set(at, everywhere + run_dg[i]);
+                    #[comptime]
+                    match &mut *db {
+                        ComptimeOption::Some(db) => {
+                            db.set(at, keys[i] * erased);
+                        }
+                        ComptimeOption::None => {}
+                    }
                 }
             }
         }
         sync_cube();
-        for n in 0..comptime!(plan.channels / SHARES) {
-            dbeta_sum += work[second + unit / shares * stride + n * shares + unit % shares];
+        if comptime!(!plan.gated || mutant == 17) {
+            for n in 0..comptime!(plan.channels / SHARES) {
+                dbeta_sum += work[second + unit / shares * stride + n * shares + unit % shares];
+            }
         }
     }
     sync_cube();
     work[unit] = dbeta_sum;
     sync_cube();
-    if unit < span && start + unit < time {
+    if unit < span && start + unit < length {
         let mut sum = 0.0f32;
         for n in 0..shares {
             sum += work[unit * shares + n];
         }
-        dbeta.set(token_at(chain, start + unit, time, heads, 1usize), sum);
+        dbeta.set(chain.at(start + unit, 1usize), sum);
     }
 }
 
 /// Writes dP on and below the diagonal of `pairs` and dL above it. The work area ends with the last block of values in it.
-/// Returns this unit's share of v . Z, that of token `unit / SHARES`.
+/// Writes dw if that is there; if not, returns this unit's share of v . Z, that of token `unit / SHARES`.
 #[cube]
 fn span_pairs(
     v: &Floats,
     u: &Floats,
     z: &Floats,
     d_o: &Floats,
+    dw: &mut ComptimeOption<Floats>,
     pairs: &mut SharedMemory<f32>,
     work: &mut SharedMemory<f32>,
     scale: f32,
-    chain: usize,
+    chain: &Chain,
     start: usize,
-    time: usize,
-    heads: usize,
     value: usize,
     #[comptime] plan: Plan,
     #[comptime] mutant: u32,
@@ -511,14 +466,14 @@ fn span_pairs(
         let first = block * values;
         let live = (value - first).min(values);
         sync_cube();
-        tile::load(d_o, work, 0usize, chain, start, first, time, heads, value, by_value);
-        tile::load(z, work, second, chain, start, first, time, heads, value, by_value);
-        tile::load(u, work, third, chain, start, first, time, heads, value, by_value);
-        let v_at = token_at(chain, start + token, time, heads, value) + first;
+        tile::load(d_o, work, 0usize, chain, start, first, value, by_value);
+        tile::load(z, work, second, chain, start, first, value, by_value);
+        tile::load(u, work, third, chain, start, first, value, by_value);
+        let v_at = chain.at(start + token, value) + first;
         #[unroll]
         for n in 0..comptime!(plan.values / SHARES) {
             let column = n * shares + unit % shares;
-            targets[n] = load_or_zero(v, v_at + column, start + token < time && column < live);
+            targets[n] = load_or_zero(v, v_at + column, start + token < chain.length && column < live);
         }
         sync_cube();
         // dO_x . U_y and U_x . Z_y for all pairs, of which each needs one.
@@ -528,7 +483,17 @@ fn span_pairs(
         #[unroll]
         for n in 0..comptime!(plan.values / SHARES) {
             let column = n * shares + unit % shares;
-            written += targets[n] * work[second + token * stride + column];
+            #[comptime]
+            match &mut *dw {
+                ComptimeOption::Some(dw) => {
+                    if start + token < chain.length && column < live {
+                        dw.set(v_at + column, targets[n] * work[second + token * stride + column]);
+                    }
+                }
+                ComptimeOption::None => {
+                    written += targets[n] * work[second + token * stride + column];
+                }
+            }
         }
     }
     #[unroll]

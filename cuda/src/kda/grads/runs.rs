@@ -20,17 +20,32 @@ pub(super) struct Run {
     /// Its first element in tensors of channels, and the way from a token to the next.
     pub at: usize,
     pub step: usize,
+    /// The same in those of key heads.
+    pub keys_at: usize,
+    pub keys_step: usize,
     /// How many tokens it has.
     pub live: usize,
 }
 
-/// The run's tokens in a tensor of channels.
+/// A run's `live` tokens in a tensor of channels.
 #[cube]
-pub(super) fn load_run(x: &Floats, into: &mut Array<f32>, run: &Run, #[comptime] plan: Plan) {
+pub(super) fn load_run(x: &Floats, into: &mut Array<f32>, at: usize, step: usize, live: usize, #[comptime] plan: Plan) {
     #[unroll(plan.math.cuda)]
     for i in 0..comptime!(RUN) {
-        into[i] = load_or_zero(x, run.at + i * run.step, i < run.live);
+        into[i] = load_or_zero(x, at + i * step, i < live);
     }
+}
+
+/// What token `i` of a run erases by: its beta, or the gate of this unit's channel.
+#[cube]
+pub(super) fn erase_of(
+    strength: &SharedMemory<f32>,
+    erasing: &Array<f32>,
+    i: usize,
+    run: &Run,
+    #[comptime] plan: Plan,
+) -> f32 {
+    if comptime!(plan.gated) { erasing[i] } else { strength[run.first + i] }
 }
 
 /// The sum of one kind's runs `from..to` in this unit's channel.
@@ -61,6 +76,7 @@ pub(super) fn across_borders(
     keys: &Array<f32>,
     gate: &Array<f32>,
     strength: &SharedMemory<f32>,
+    erasing: &Array<f32>,
     work: &mut SharedMemory<f32>,
     dq: &mut Array<f32>,
     dr: &mut Array<f32>,
@@ -84,7 +100,7 @@ pub(super) fn across_borders(
         let at = tile_at + i * stride;
         dq[i] = scale * decay * work[at];
         dr[i] = -decay * work[second + at];
-        dg[i] = queries[i] * dq[i] + strength[run.first + i] * keys[i] * dr[i];
+        dg[i] = queries[i] * dq[i] + erase_of(strength, erasing, i, run, plan) * keys[i] * dr[i];
     }
     let mut exponent = sum_of_runs(work, gates, run.number + 1, comptime!(RUNS), run, plan);
     let mut later = 0.0f32;
@@ -115,6 +131,7 @@ pub(super) fn factors_at_level(
     keys: &Array<f32>,
     gate: &Array<f32>,
     strength: &SharedMemory<f32>,
+    erasing: &Array<f32>,
     work: &mut SharedMemory<f32>,
     factor: &mut Array<f32>,
     run: &Run,
@@ -135,7 +152,7 @@ pub(super) fn factors_at_level(
             exponent += gate[i];
             factor[i] = exponent.exp();
             let at = tile_at + i * stride;
-            work[second + at] = strength[run.first + i] * keys[i] * factor[i];
+            work[second + at] = erase_of(strength, erasing, i, run, plan) * keys[i] * factor[i];
             work[third + at] = queries[i] * factor[i];
         }
     } else {
@@ -156,6 +173,7 @@ pub(super) fn add_level(
     queries: &Array<f32>,
     keys: &Array<f32>,
     strength: &SharedMemory<f32>,
+    erasing: &Array<f32>,
     work: &mut SharedMemory<f32>,
     factor: &Array<f32>,
     dq: &mut Array<f32>,
@@ -181,7 +199,7 @@ pub(super) fn add_level(
             let erased = factor[i] * work[third + tile_at + i * stride];
             dq[i] += read;
             dr[i] += erased;
-            straddling += queries[i] * read + strength[run.first + i] * keys[i] * erased;
+            straddling += queries[i] * read + erase_of(strength, erasing, i, run, plan) * keys[i] * erased;
             if comptime!(mutant != 10) {
                 dg[i] += straddling;
             }
@@ -235,6 +253,7 @@ pub(super) fn within_run(
     keys: &Array<f32>,
     gate: &Array<f32>,
     strength: &SharedMemory<f32>,
+    erasing: &Array<f32>,
     pairs: &SharedMemory<f32>,
     dq: &mut Array<f32>,
     dr: &mut Array<f32>,
@@ -250,7 +269,7 @@ pub(super) fn within_run(
     for i in 0..comptime!(RUN) {
         let row = run.first + i;
         let query = queries[i];
-        let erase = strength[row] * keys[i];
+        let erase = erase_of(strength, erasing, i, run, plan) * keys[i];
         // A token paired with itself has decay 1, whatever g.
         let itself = pairs[row * square + row];
         dk[i] += itself * query;

@@ -126,7 +126,12 @@ impl Operation for KdaOp {
     }
 
     fn on_devices(case: &Case<Config>) -> bool {
-        case.dim("H") == case.dim("HV") && !["b", "w", "cu_seqlens"].iter().any(|name| case.has(name))
+        let grouped = case.dim("H") != case.dim("HV");
+        let options: Vec<&str> = OPTIONS.into_iter().filter(|name| case.has(name)).collect();
+        // What goes into the passes over the states; b and groups do not.
+        let by_state = case.has("w") || case.has("cu_seqlens");
+        let stateful = STATES.iter().all(|name| case.has(name));
+        (!grouped && options.is_empty()) || ((stateful || !by_state) && ON_DEVICES.contains(&(grouped, &options)))
     }
 
     fn cases() -> Vec<Case<Config>> {
@@ -178,7 +183,11 @@ impl Operation for KdaOp {
     }
 
     fn production() -> Vec<Case<Config>> {
-        vec![case((8, 512, 12, 64, 64), RECURRENT, (64, Memory::Recompute), "init", &["final_state"])]
+        let memory = (64, Memory::Recompute);
+        vec![
+            case((8, 512, 12, 64, 64), RECURRENT, memory, "init", &["final_state"]),
+            option_case((1, 700, 2, 64, 64), (4, 6), RECURRENT, memory, "init", &ALL_OPTIONS),
+        ]
     }
 
     fn strategy() -> BoxedStrategy<Case<Config>> {
@@ -188,17 +197,19 @@ impl Operation for KdaOp {
             Just(Form::Chunked { chunk: 16 }),
         ];
         let memory = (1..24usize, prop_oneof![Just(Memory::Save), Just(Memory::Recompute)]);
-        let present = proptest::collection::vec(any::<bool>(), 5);
+        let some_of = |names: &'static [&'static str]| proptest::sample::subsequence(names, 0..=names.len());
+        let options = prop_oneof![
+            some_of(&STATES).prop_map(|present| (false, present)),
+            proptest::sample::select(&ON_DEVICES[..])
+                .prop_map(|(grouped, options)| (grouped, [&STATES, options].concat())),
+            (any::<bool>(), some_of(&ALL_OPTIONS)),
+        ];
         // Not K = 1: there a unit key with beta = 1 erases the whole state, and gradients whose true value is zero are
         // all rounding. Not one or two tokens of one chain either; the table has those with many chains.
         let lengths = (1..3usize, 3..40usize, 2..4usize, 2..9usize, 1..9usize);
-        (lengths, 1..4usize, 1..6usize, form, memory, 0..FAMILIES.len(), present)
-            .prop_map(|((b, t, h, k, v), group, sequences, form, memory, family, present)| {
-                let names = ["initial_state", "final_state", "b", "w", "cu_seqlens"];
-                let present: Vec<&str> =
-                    names.into_iter().zip(present).filter(|(_, here)| *here).map(|(name, _)| name).collect();
-                // One case in two has one value head for each key head.
-                let group = if t % 2 == 0 { 1 } else { group };
+        (lengths, 2..4usize, 1..6usize, form, memory, 0..FAMILIES.len(), options)
+            .prop_map(|((b, t, h, k, v), group, sequences, form, memory, family, (grouped, present))| {
+                let group = if grouped { group } else { 1 };
                 let (b, sequences) = if present.contains(&"cu_seqlens") { (1, sequences) } else { (b, b) };
                 option_case((b, t, h, k, v), (group * h, sequences), form, memory, FAMILIES[family], &present)
             })
@@ -235,12 +246,41 @@ impl Operation for KdaOp {
     }
 }
 
+/// Where the state begins, and that its end has a gradient.
+const STATES: [&str; 2] = ["initial_state", "final_state"];
+
+/// The options that are inputs.
+const OPTIONS: [&str; 3] = ["b", "w", "cu_seqlens"];
+
+/// Both.
+const ALL_OPTIONS: [&str; 5] = [STATES[0], STATES[1], OPTIONS[0], OPTIONS[1], OPTIONS[2]];
+
+/// The options that devices are gated with, grouped heads before the inputs. A set has kernels of its own, which the
+/// software driver compiles for some ten seconds, so there are not all sixteen: of any two options, each is there with and
+/// without the other.
+const ON_DEVICES: [(bool, &[&str]); 6] =
+    [(true, &[]), (false, &["b"]), (false, &["w"]), (false, &["b", "w"]), (false, &["cu_seqlens"]), (true, &OPTIONS)];
+
 /// Every option by itself and all together, in both forms.
 fn option_cases() -> Vec<Case<Config>> {
-    let states = ["initial_state", "final_state"];
-    let all = ["initial_state", "final_state", "b", "w", "cu_seqlens"];
+    let states = STATES;
+    let all = ALL_OPTIONS;
     let often = (4, Memory::Save);
-    let mut cases = Vec::new();
+    let sixteen = Form::Chunked { chunk: 16 };
+    // Beyond the chunks of 16 and spans of 64 that a device works in, with sequences that end inside of them.
+    let mut cases = vec![
+        option_case((1, 150, 2, 6, 10), (4, 5), RECURRENT, (64, Memory::Save), "init", &all),
+        option_case((1, 83, 1, 18, 20), (3, 3), sixteen, often, "spread", &all),
+        option_case((2, 70, 1, 6, 12), (1, 2), sixteen, often, "spread", &["w", "initial_state", "final_state"]),
+        option_case(
+            (1, 70, 2, 5, 3),
+            (2, 3),
+            sixteen,
+            often,
+            "spread",
+            &["cu_seqlens", "initial_state", "final_state"],
+        ),
+    ];
     for form in [RECURRENT, Form::Chunked { chunk: 4 }, Form::Chunked { chunk: 16 }] {
         cases.extend([
             option_case((2, 13, 2, 5, 3), (4, 2), form, often, "spread", &states),
