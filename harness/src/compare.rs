@@ -19,7 +19,7 @@
 
 use std::fmt;
 
-use ndarray::{ArrayViewD, Axis, Dimension};
+use ndarray::{ArrayD, ArrayViewD, Axis, Dimension};
 
 /// How far two tensors may be apart, and why.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -32,10 +32,10 @@ pub struct Tolerance {
     pub floor: f64,
     /// The rms that the tensor usually has, where it is known; 0 measures against the tensor at hand.
     pub usual: f64,
-    /// The relative rms of errors that have no direction. Over the n elements that carry the tensor's norm, which are
-    /// (sum w^2)^2 / sum w^4, they move a slope by this over the root of n, and chance moves a relative rms by as much:
-    /// the mean square of n numbers scatters by sqrt(2 / n) of itself, that of the error and that of the tensor, so the
-    /// root of their ratio by sqrt(1 / n). Twice as much is added to both bounds.
+    /// The relative rms of errors that have no direction. Over n independent ones they move a slope by this over the
+    /// root of n, and chance moves a relative rms by as much: the mean square of n numbers scatters by sqrt(2 / n) of
+    /// itself, that of the error and that of the tensor, so the root of their ratio by sqrt(1 / n). Twice as much is
+    /// added to both bounds. n is that of [`independent`]: what carries the norm, in elements or in whole lines.
     pub noise: f64,
     /// Where the number comes from.
     pub why: &'static str,
@@ -145,9 +145,7 @@ pub fn compare(name: &str, got: ArrayViewD<'_, f64>, want: ArrayViewD<'_, f64>, 
     let error_rms = (pairs().map(|(g, w)| ((g - w) / largest).powi(2)).sum::<f64>() / count).sqrt();
     let projection = pairs().map(|(g, w)| (g / largest) * (w / largest)).sum::<f64>();
     let slope = (projection / square - 1.0).abs();
-    let fourth = pairs().map(|(_, w)| (w / largest).powi(4)).sum::<f64>();
-    // fourth.sqrt() / square is one over the root of the number of elements that carry the norm.
-    let chance = 2.0 * tolerance.noise * fourth.sqrt() / square;
+    let chance = if tolerance.noise == 0.0 { 0.0 } else { 2.0 * tolerance.noise / independent(&want).sqrt() };
     // 1 unless the tensor is smaller than usual.
     let share = rms / rms.max(tolerance.usual / largest);
     let (token_error, token) = worst_token(&got, &want, largest);
@@ -193,6 +191,19 @@ pub fn same_bits(name: &str, got: ArrayViewD<'_, f64>, want: ArrayViewD<'_, f64>
         )),
         None => Comparison::default(),
     }
+}
+
+/// How many independent errors a tensor of products may have: (sum p)^2 / sum p^2, with p the squares of its elements,
+/// or those of its lines along an axis if that is less.
+///
+/// A gradient of a factor is a sum of few outer products. The rounding of one operand moves a whole line of it, so its
+/// elements do not err independently, its lines do (docs/adr/0032). One line that is the whole tensor is no line.
+fn independent(want: &ArrayViewD<'_, f64>) -> f64 {
+    let largest = want.iter().filter(|w| w.is_finite()).fold(0.0f64, |a, w| a.max(w.abs()));
+    let powers = want.mapv(|w| if w.is_finite() { (w / largest).powi(2) } else { 0.0 });
+    let carry = |p: &ArrayD<f64>| p.sum().powi(2) / p.iter().map(|p| p * p).sum::<f64>();
+    let axes = (0..want.ndim()).map(Axis).filter(|axis| want.len_of(*axis) < want.len());
+    axes.map(|axis| carry(&powers.sum_axis(axis))).fold(carry(&powers), f64::min)
 }
 
 /// A measure over its bound; an error of zero is zero even against a bound of zero.
@@ -242,7 +253,7 @@ fn worst_element(got: &ArrayViewD<'_, f64>, want: &ArrayViewD<'_, f64>) -> (Vec<
 mod tests {
     use super::*;
     use approx::assert_relative_eq;
-    use ndarray::{Array, Array1, Array2, ArrayD, IxDyn, array};
+    use ndarray::{Array, Array1, Array2, IxDyn, array};
 
     const TIGHT: Tolerance = Tolerance::new(1e-3, "a test");
 
@@ -421,6 +432,27 @@ mod tests {
         assert!(
             !compare("x", array![1.011, 0.989].into_dyn().view(), array![1.0, 1.0].into_dyn().view(), &silent).passes()
         );
+    }
+
+    #[test]
+    fn an_error_that_a_line_shares_counts_once() {
+        // An outer product whose second operand is carried by one number: its rounding moves a column of 100 elements.
+        // A column of a tensor whose columns are alike moves the slope by a hundredth of that, and all in one direction
+        // is a slope.
+        let tolerance = Tolerance { slope: 1e-4, noise: 1e-3, ..Tolerance::new(1e-2, "test") };
+        let of = |column: &dyn Fn(usize) -> f64| Array2::from_shape_fn((100, 100), |(_, j)| column(j)).into_dyn();
+        let off = |want: &ArrayD<f64>, by: &dyn Fn(usize) -> f64| {
+            compare("x", (want * &of(&|j| 1.0 + by(j))).view(), want.view(), &tolerance).passes()
+        };
+        let (single, spread) = (of(&|j| if j == 7 { 1.0 } else { 1e-6 }), of(&|_| 1.0));
+        assert!(off(&single, &|_| 1e-3) && off(&single.clone().reversed_axes(), &|_| 1e-3));
+        assert!(!off(&spread, &|_| 1e-3), "all lines off in one direction");
+        assert!(off(&spread, &|j| if j % 2 == 0 { 1e-3 } else { -1e-3 }), "no direction");
+        // Twice the noise is the most that one line gets.
+        assert!(off(&single, &|_| 2e-3) && !off(&single, &|_| 2.2e-3));
+        assert_relative_eq!(independent(&spread.view()), 100.0);
+        assert_relative_eq!(independent(&array![[1.0, 1.0, 1.0]].into_dyn().view()), 3.0);
+        assert_relative_eq!(independent(&Array1::from_elem(5, -2.0).into_dyn().view()), 5.0);
     }
 
     #[test]
