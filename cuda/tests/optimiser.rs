@@ -107,8 +107,8 @@ fn a_call_takes_as_few_launches_as_are_documented() {
         ("muon::columns", 1),
         ("muon::gather", 1),
         ("muon::last", 1),
-        ("muon::polynomial", 2),
-        ("muon::step", 1),
+        ("muon::polynomial", 4),
+        ("muon::step", 3),
         ("muon::write", 1),
     ];
     assert_eq!(found, want);

@@ -7,12 +7,12 @@
 //! | launch | reads | writes |
 //! |---|---|---|
 //! | gather | G, M | X = mu M + (1 - mu) G; a block's power of two, its sum of squares, whether it has a gradient; its share of A |
-//! | the iteration | see [`small`], 4 launches for 8 iterations, and [`large`], 26 | X, the norms of its rows |
+//! | the iteration | see [`small`], 8 launches for 8 iterations, and [`large`], 26 | X, the norms of its rows |
 //! | columns | X, the norms | sums of squares of the columns of a block, rows normalised |
 //! | write | G, M, W, X, norms and sums | M, W |
 //!
 //! Matrices of every shape with k <= [`tall::LARGEST_K`] go through together, up to [`ENTRIES`] entries of the table at a
-//! time: 7 launches for 8 iterations. Larger ones take 29 launches a shape. M is computed again in the end rather than
+//! time: 11 launches for 8 iterations. Larger ones take 29 launches a shape. M is computed again in the end rather than
 //! kept, because a matrix without a gradient must keep its own and that is known only when all of it has been seen.
 //!
 //! Instead of max|M|, a block is divided by the power of two at or below its largest element: exact, and the blocks' sums

@@ -7,14 +7,14 @@
 //! | step | X, that product | their product in place of X, a block of rows a cube; its share of the next A |
 //!
 //! X goes through P from the right, so its next A is P A P: products of k by k matrices, which a cube does without leaving
-//! its registers, in place of a pass over X. Not more than four iterations, because A is known to a share of its largest
-//! eigenvalue, and an error in a small one grows by up to a^2 = 12 an iteration: measured, four leave what one does, and
-//! eight leave half of a matrix with small singular values wrong (`docs/adr/0031`).
+//! its registers, in place of a pass over X. Not more than two iterations, because A is known to a share of its largest
+//! eigenvalue, and an error in a small one grows by up to a^2 = 12 an iteration: two leave what one does, and with four
+//! gate `diff` is red (`docs/adr/0031`).
 //!
 //! The first shares come with X and not to scale; the first polynomial divides A by |X|_F^2 and itself by |X|_F, so X
 //! is never normalised on its own. The last step leaves the norms of the rows in place of A.
 //!
-//! X is read and written once in four iterations; shares are k^2 numbers a block, written once and read once. How a cube
+//! X is read and written once in two iterations; shares are k^2 numbers a block, written once and read once. How a cube
 //! multiplies X is in [`tall`].
 
 use cubecl::prelude::*;
@@ -31,7 +31,7 @@ use crate::tall::{self, Block, HELD, NARROW, Table, UNITS, Whole, block_of, whol
 use crate::tensor::{Floats, Tensor};
 
 /// Iterations between two passes over X.
-const TOGETHER: usize = 4;
+const TOGETHER: usize = 2;
 
 /// Rows of both factors in shared memory at a time, by the columns of a unit.
 const fn depth_of(columns: usize) -> usize {

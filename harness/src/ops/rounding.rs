@@ -93,8 +93,9 @@ pub(crate) fn spread(factor: &mut ArrayD<f64>, rng: &mut rand_chacha::ChaCha8Rng
 }
 
 /// A factor where a format has to decide: columns of numbers halfway between two neighbours of the format, columns of
-/// zeros, and columns as they are. In ternary the first have ones and a large last element, without which the ones would
-/// be kept, and there are columns with elements exactly at 0.7 of the mean, which are dropped.
+/// zeros, and columns as they are. In ternary the first has ones and a large last element, without which the ones would be
+/// kept, and there are columns of ones, and columns with elements exactly at 0.7 of the mean, which are dropped. Only one
+/// column has a large element: several would add up to a number that cancels by chance, which says nothing about formats.
 pub(crate) fn edges(factor: &mut ArrayD<f64>, format: FactorFormat, rng: &mut rand_chacha::ChaCha8Rng) {
     // One bit more than a number of the format has: the last one is set.
     let bits = match format {
@@ -112,7 +113,7 @@ pub(crate) fn edges(factor: &mut ArrayD<f64>, format: FactorFormat, rng: &mut ra
         for (row, (w, draw)) in column.iter_mut().zip(draws).enumerate() {
             let between = ((draw * 2f64.powi(bits - 1)).floor() * 2.0 + 1.0) * 2f64.powi(-bits);
             let magnitude = match r % 4 {
-                0 if ternary && row + 1 == rows => rows as f64,
+                0 if ternary && r == 0 && row + 1 == rows => rows as f64,
                 0 if ternary => 1.0,
                 0 => between,
                 1 => 0.0,
