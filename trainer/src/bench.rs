@@ -55,7 +55,7 @@ pub(crate) struct Measured {
     /// Allocations in all timed steps together.
     pub allocations: Option<u64>,
     /// What the account of asked and used passes has found wrong.
-    pub problems: Vec<String>,
+    pub problems: Option<Vec<String>>,
     captures: Option<u64>,
     syncs: Option<f64>,
     eager_us: Option<f64>,
@@ -202,7 +202,7 @@ fn measure(config: &Config, steps: u64, build: Build) -> Result<Measured> {
         nodes,
         bytes: each(to.bytes, from.bytes),
         allocations: counted.then(|| to.allocations - from.allocations),
-        problems: learner.engagement().map(|account| account.problems()).unwrap_or_default(),
+        problems: learner.engagement().map(|account| account.problems()),
         captures: learner.witness().map(Witness::captures),
         syncs: each(to.syncs, from.syncs),
         eager_us: price.map(|price| price.eager_us),

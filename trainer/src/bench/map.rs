@@ -136,20 +136,22 @@ fn page(base: &Measured, spread: f64, cold_ms: Option<f64>, effects: &[Effect<'_
     }
     text.push_str("\nLevers that are no longer a choice, and the counter that would show them:\n\n");
     text.push_str("| lever | counter | now | verdict |\n|---|---|---|---|\n");
-    let verdict = |gone: bool| if gone { "GONE" } else { "BACK" };
-    let discarded = base.problems.is_empty();
-    let _ = writeln!(
-        text,
-        "| a forward pass whose result nobody uses | passes asked for, run and used (`dormouse train` prints them) | {} | {} |",
-        if discarded { "all used".to_owned() } else { base.problems.join("; ") },
-        verdict(discarded)
-    );
-    let allocations = base.allocations.unwrap_or(0);
-    let _ = writeln!(
-        text,
-        "| allocator traffic | allocations in the timed steps | {allocations} | {} |",
-        verdict(allocations == 0)
-    );
+    let row = |text: &mut String, lever: &str, counter: &str, now: Option<(String, bool)>| {
+        let (now, verdict) = match now {
+            Some((now, true)) => (now, "GONE"),
+            Some((now, false)) => (now, "BACK"),
+            None => ("-".to_owned(), "NOTRUN the backend counts nothing"),
+        };
+        let _ = writeln!(text, "| {lever} | {counter} | {now} | {verdict} |");
+    };
+    let unused = base.problems.as_ref().map(|problems| match &problems[..] {
+        [] => ("all used".to_owned(), true),
+        problems => (problems.join("; "), false),
+    });
+    let counter = "passes asked for, run and used (`dormouse train` prints them)";
+    row(&mut text, "a forward pass whose result nobody uses", counter, unused);
+    let allocations = base.allocations.map(|allocations| (allocations.to_string(), allocations == 0));
+    row(&mut text, "allocator traffic", "allocations in the timed steps", allocations);
     let _ = writeln!(
         text,
         "| copies that fold a KDA tensor | launches that only copy, cast or move one (`cuda/tests/kda.rs`) | 0, held by the test | GONE |"
@@ -216,9 +218,12 @@ mod tests {
 
     #[test]
     fn what_comes_back_is_said_to_be_back() {
-        let healthy = super::Measured { allocations: Some(0), problems: vec![], ..measured() };
-        let ill = super::Measured { allocations: Some(7), problems: vec!["kda: 2 unused".into()], ..measured() };
+        let healthy = super::Measured { allocations: Some(0), problems: Some(vec![]), ..measured() };
+        let ill = super::Measured { allocations: Some(7), problems: Some(vec!["kda: 2 unused".into()]), ..measured() };
         assert!(!page(&healthy, 0.1, None, &[]).contains("BACK"));
+        // The reference counts neither, which is no proof of anything.
+        let silent = super::Measured { allocations: None, problems: None, ..measured() };
+        assert_eq!(page(&silent, 0.1, None, &[]).matches("NOTRUN the backend").count(), 2);
         let text = page(&ill, 0.1, Some(9000.0), &[]);
         assert_eq!(text.matches("BACK").count(), 2, "{text}");
         assert!(text.contains("kda: 2 unused") && text.contains("9000 ms"), "{text}");
