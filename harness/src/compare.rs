@@ -35,7 +35,7 @@ pub struct Tolerance {
     /// The relative rms of errors that have no direction. Over n independent ones they move a slope by this over the
     /// root of n, and chance moves a relative rms by as much: the mean square of n numbers scatters by sqrt(2 / n) of
     /// itself, that of the error and that of the tensor, so the root of their ratio by sqrt(1 / n). Twice as much is
-    /// added to both bounds. n is that of [`independent`]: what carries the norm, in elements or in whole lines.
+    /// added to both bounds. n is that of `independent`: what carries the norm, in elements or in whole lines.
     pub noise: f64,
     /// Where the number comes from.
     pub why: &'static str,
