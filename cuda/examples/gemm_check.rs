@@ -12,10 +12,11 @@
 
 use std::fmt;
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use dormouse_cuda::matmul::{Factor, Matrix, Plus, Product};
-use dormouse_cuda::runtime::gemm::Source;
+use dormouse_cuda::runtime::gemm::{Choice, Source};
 use dormouse_cuda::{Arm, Cuda, Device, Engine, Lavapipe, Tensor};
 use dormouse_reference::{DType, Precision, Result, StepKey, Tensors};
 use ndarray::{ArrayD, IxDyn};
@@ -53,14 +54,16 @@ fn measure_listed(file: &str) -> ExitCode {
     };
     let listed: Vec<_> = text.lines().filter_map(listed).collect();
     println!("{}: {} products", b.describe(), listed.len());
-    for (n, &(case, precision)) in listed.iter().enumerate() {
-        let line = (|| {
+    for &(case, precision) in &listed {
+        let found = (|| {
             let operands = case.operands(&b)?;
             b.fill(&operands.out, 0.0)?;
-            fastest(&b, &case, &operands, precision, 1000 * n as u64)
+            let Some(usual) = usual(&b, &case, &operands, precision)? else { return Ok(None) };
+            let best = fastest(&b, &case, &operands, precision, &usual)?;
+            Ok::<_, dormouse_reference::Error>(Some((usual.0, best)))
         })();
-        match line {
-            Ok(Some((usual, best, line))) => println!("{line}\t# {usual:.1} us usually, {best:.1} us"),
+        match found {
+            Ok(Some((usual, (best, line)))) => println!("# {usual:.1} us usually, {best:.1} us\n{line}"),
             Ok(None) => println!("# {case} {precision:?}: the library has no algorithm"),
             Err(error) => {
                 println!("FAIL {case} {precision:?}: {error}");
@@ -75,8 +78,7 @@ fn measure_listed(file: &str) -> ExitCode {
 fn listed(line: &str) -> Option<(Case, Precision)> {
     // A run's list has blanks for tabs, and one kind of precision has a blank of its own.
     let line = line.replace("bf16 stored", "stored");
-    let columns: Vec<&str> =
-        line.trim_matches(|c: char| c.is_whitespace() || c == '"' || c == ',').split_whitespace().collect();
+    let columns: Vec<&str> = line.split_whitespace().collect();
     let [_, _, precision, batch, m, k, n, a, b, added, ..] = columns[..] else { return None };
     let (precision, input) = match precision {
         "f32" => (Precision::Full, false),
@@ -89,7 +91,8 @@ fn listed(line: &str) -> Option<(Case, Precision)> {
         "row" => Added::Row,
         "matrix" => Added::Matrix,
         "destination" => Added::Destination,
-        _ => Added::Nothing,
+        "nothing" => Added::Nothing,
+        _ => return None,
     };
     let number = |word: &str| word.parse().ok();
     let (batch, m, k, n) = (number(batch)?, number(m)?, number(k)?, number(n)?);
@@ -472,7 +475,6 @@ fn graph<R: Engine>(b: &Device<R>, cases: &[Case]) -> Result<bool> {
 
 /// A forward product and its two backward products, in f32, tf32 and bf16.
 fn times<R: Engine>(b: &Device<R>, measure: bool) -> Result<()> {
-    let mut variant = 1000;
     let mut lines = Vec::new();
     for (rows, inner, outer) in [(4096, 768, 3136), (4096, 768, 768), (4096, 768, 192)] {
         let forward = Case { m: rows, k: inner, n: outer, ..PLAIN };
@@ -486,60 +488,63 @@ fn times<R: Engine>(b: &Device<R>, measure: bool) -> Result<()> {
             let operands = case.operands(b)?;
             b.fill(&operands.out, 0.0)?;
             for precision in PRECISIONS {
-                b.ask_gemm(None);
-                variant += 1;
-                let usual = time(b, &case, &operands, precision, variant)?;
-                let Some(choice) = b.gemm_choices().pop() else { continue };
-                let rate = 2.0 * (case.m * case.k * case.n) as f64 / usual * 1e-6;
+                let Some(usual) = usual(b, &case, &operands, precision)? else { continue };
+                let (us, choice) = &usual;
+                let rate = 2.0 * (case.m * case.k * case.n) as f64 / us * 1e-6;
                 println!(
-                    "{rows}x{inner}x{outer} {what} {precision:?}: {usual:.1} us, {rate:.0} TFLOP/s, {:?}, {}",
+                    "{rows}x{inner}x{outer} {what} {precision:?}: {us:.1} us, {rate:.0} TFLOP/s, {:?}, {}",
                     choice.source, choice.details
                 );
-                if !measure {
-                    continue;
-                }
-                variant += 100;
-                if let Some((_, best, line)) = fastest(b, &case, &operands, precision, variant)? {
+                if measure {
+                    let (best, line) = fastest(b, &case, &operands, precision, &usual)?;
                     println!("    best of {}: {best:.1} us", choice.suggestions);
                     lines.push(line);
                 }
-                variant += 100;
             }
         }
     }
-    b.ask_gemm(None);
     for line in lines {
         println!("{line}");
     }
     Ok(())
 }
 
-/// The microseconds of the usual algorithm and of the fastest, and the latter as a line of the table.
+/// The microseconds of a product by the usual algorithm, and which that is; none where the library has none.
+fn usual<R: Engine>(
+    b: &Device<R>,
+    case: &Case,
+    operands: &Operands,
+    precision: Precision,
+) -> Result<Option<(f64, Choice)>> {
+    b.ask_gemm(None);
+    let time = time(b, case, operands, precision)?;
+    Ok(b.gemm_choices().pop().filter(|choice| choice.source != Source::Kernel).map(|choice| (time, choice)))
+}
+
+/// The microseconds of a product by the fastest algorithm, and that as a line of the table.
 fn fastest<R: Engine>(
     b: &Device<R>,
     case: &Case,
     operands: &Operands,
     precision: Precision,
-    mut variant: u64,
-) -> Result<Option<(f64, f64, String)>> {
-    b.ask_gemm(None);
-    let usual = time(b, case, operands, precision, variant)?;
-    let Some(choice) = b.gemm_choices().pop().filter(|choice| choice.source != Source::Kernel) else { return Ok(None) };
-    let mut best = (usual, choice.to_string());
+    (usual, choice): &(f64, Choice),
+) -> Result<(f64, String)> {
+    let mut best = (*usual, choice.to_string());
     for suggestion in 0..choice.suggestions {
         b.ask_gemm(Some(suggestion));
-        variant += 1;
-        let time = time(b, case, operands, precision, variant)?;
+        let time = time(b, case, operands, precision)?;
         if let Some(choice) = b.gemm_choices().pop().filter(|_| time < best.0) {
             best = (time, choice.to_string());
         }
     }
     b.ask_gemm(None);
-    Ok(Some((usual, best.0, best.1)))
+    Ok(best)
 }
 
-/// The median microseconds of a product in a graph of twenty.
-fn time<R: Engine>(b: &Device<R>, case: &Case, operands: &Operands, precision: Precision, variant: u64) -> Result<f64> {
+/// The median microseconds of a product in a graph of twenty. Every call captures a graph of its own.
+fn time<R: Engine>(b: &Device<R>, case: &Case, operands: &Operands, precision: Precision) -> Result<f64> {
+    static GRAPHS: AtomicU64 = AtomicU64::new(0);
+    let variant = GRAPHS.fetch_add(1, Ordering::Relaxed);
     const PRODUCTS: usize = 20;
     let key = StepKey { purpose: "times", variant };
     let mut body = |b: &Device<R>| (0..PRODUCTS).try_for_each(|_| case.launch(b, Arm::Fused, operands, precision));

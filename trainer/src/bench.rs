@@ -29,8 +29,8 @@ const DEVICE_STEPS: u64 = 5;
 
 /// What one process measured.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Measured {
-    pub facts: Facts,
+struct Measured {
+    facts: Facts,
     preset: String,
     batch: usize,
     seq: usize,
@@ -44,22 +44,22 @@ pub(crate) struct Measured {
     graph: bool,
     step_to: u64,
     /// The first step, which compiles what no cache has.
-    pub first_ms: f64,
+    first_ms: f64,
     /// Median and interquartile range.
-    pub ms_median: f64,
+    ms_median: f64,
     ms_iqr: f64,
-    pub launches: Option<f64>,
-    pub nodes: Option<f64>,
+    launches: Option<f64>,
+    nodes: Option<f64>,
     /// Bytes that the kernels of a step have to read and write.
-    pub bytes: Option<f64>,
+    bytes: Option<f64>,
     /// Allocations in all timed steps together.
-    pub allocations: Option<u64>,
+    allocations: Option<u64>,
     /// What the account of asked and used passes has found wrong.
-    pub problems: Option<Vec<String>>,
+    problems: Option<Vec<String>>,
     captures: Option<u64>,
     syncs: Option<f64>,
     eager_us: Option<f64>,
-    pub graph_us: Option<f64>,
+    graph_us: Option<f64>,
     device_ms: Option<f64>,
     mem_peak_mib: Option<f64>,
     /// The sentence on what a step waits for.
@@ -122,7 +122,7 @@ pub fn command(arguments: &BenchArgs, build: Build) -> Result<()> {
 }
 
 /// Refuses to measure while another process computes on the GPU. Where nobody can be asked, nothing is known.
-pub(crate) fn alone() -> Result<()> {
+fn alone() -> Result<()> {
     let asked = Command::new("nvidia-smi").args(["--query-compute-apps=pid", "--format=csv,noheader"]).output();
     let Some(answer) = asked.ok().filter(|answer| answer.status.success()) else { return Ok(()) };
     let text = String::from_utf8_lossy(&answer.stdout);
@@ -133,7 +133,7 @@ pub(crate) fn alone() -> Result<()> {
 
 /// Runs this program again with the same words and some more, to measure in a process of its own; with a folder, that is
 /// its cache of compiled kernels.
-pub(crate) fn one_process(more: &[&str], cache: Option<&Path>) -> Result<Measured> {
+fn one_process(more: &[&str], cache: Option<&Path>) -> Result<Measured> {
     let program = std::env::current_exe().context("bench: this program cannot find itself")?;
     let mut command = Command::new(program);
     command.args(std::env::args_os().skip(1)).args(more).arg("--one").stdout(Stdio::piped());
@@ -336,7 +336,7 @@ fn row(all: &[Measured], note: &str) -> Result<Row> {
 }
 
 #[cfg(test)]
-pub(crate) mod tests {
+mod tests {
     use anyhow::Result;
     use dormouse_reference::Reference;
 

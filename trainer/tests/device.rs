@@ -330,6 +330,8 @@ fn what_a_backend_does_not_have_is_refused_with_a_fix() {
     place.run(&["train", "--set", "run.backend=gpu"]).expect(2, &["gpu", "cuda"]);
     place.run(&["arms", "--backend", "cuda", "--arm", "kdaa=plain"]).expect(2, &["kdaa", "dormouse arms"]);
     place.run(&["check", "--only", "nothing"]).expect(2, &["no check's name", "gradients tiny"]);
+    let other = ["check", "--only", "gradients tiny", "--preset", "nano"];
+    place.run(&other).expect(2, &["no check's name", "of `nano`", "gradients preset"]);
     let alone = ["check", "--backend", "cpu", "--precision", "tf32,bf16", "--only", "losses", "--quick"];
     place.run(&alone).expect(2, &["nothing to run on the reference"]);
     place.run(&["bench", "--steps", "50"]).expect(2, &["--steps is 50", "70"]);

@@ -294,10 +294,15 @@ fn bites(root: &Path) -> Result<()> {
     Ok(())
 }
 
+/// The trainer, built for release.
+fn release(root: &Path) -> Result<PathBuf> {
+    must(cargo(root).args(["build", "--release", "--package", "dormouse"]))?;
+    Ok(target(root).join("release/dormouse"))
+}
+
 /// Checks the trainer's step on this machine, times it in two processes and appends the row to benches/history.tsv.
 fn bench_step(root: &Path, rest: &[String]) -> Result<()> {
-    must(cargo(root).args(["build", "--release", "--package", "dormouse"]))?;
-    let program = target(root).join("release/dormouse");
+    let program = release(root)?;
     step("check before bench");
     must(Command::new(&program).current_dir(root).args(["check", "--quick"]))?;
     step("bench");
@@ -306,9 +311,8 @@ fn bench_step(root: &Path, rest: &[String]) -> Result<()> {
 
 /// Measures what each lever of the step of `small` is worth, and writes docs/map.md.
 fn bench_map(root: &Path, rest: &[String]) -> Result<()> {
-    must(cargo(root).args(["build", "--release", "--package", "dormouse"]))?;
     let words = ["bench", "--preset", "small", "--precision", "bf16", "--steps", "120", "--map", "docs/map.md"];
-    must(Command::new(target(root).join("release/dormouse")).current_dir(root).args(words).args(rest))
+    must(Command::new(release(root)?).current_dir(root).args(words).args(rest))
 }
 
 /// Asks the gate binary what there is, which runs no gate, and writes or checks the tables made of it.

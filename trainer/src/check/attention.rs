@@ -3,18 +3,17 @@
 //! A model whose attention is dead can still match an n-gram of order 3, so a falling loss proves nothing about the
 //! recurrence's adjoint. The difference between two runs does.
 
-use std::f64::consts::LN_2;
-
-use anyhow::Result;
+use anyhow::{Context, Result};
 use dormouse_reference::Backend;
 
 use super::{Lab, Outcome};
-use crate::config::{self, Config};
+use crate::config::Config;
 use crate::data::Data;
 use crate::instruments::Witness;
 use crate::learner::ModelLearner;
 use crate::model::Ablation;
-use crate::train::Learner;
+use crate::signals::Stop;
+use crate::train::{self, Learner};
 
 /// How many bits per byte a run must be ahead of the one whose recurrence is cut off. Runs that differ in their seed alone
 /// lie within a few hundredths.
@@ -33,8 +32,8 @@ pub fn held_out_bits<B: Backend + Witness>(b: B, config: &Config, ablation: Abla
         let batch = data.batch(step, config.train.batch_rows)?;
         learner.step(&batch, config.schedule().lr_at(step, steps))?;
     }
-    let nats = learner.evaluate(&data.eval_windows()?)?;
-    Ok(nats.iter().sum::<f64>() / nats.len() as f64 / LN_2)
+    let score = train::score(&mut learner, &data.eval_windows()?, &Stop::new())?;
+    Ok(score.context("nobody can stop this run")?.bpb)
 }
 
 /// The default run of `nano`, and the same without a gradient through the recurrence.
@@ -44,8 +43,7 @@ pub(super) fn check<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
             "two runs of 900 steps; `cargo test -p dormouse --test attention` has shorter ones".into(),
         ));
     }
-    let mut config = config::preset("nano")?;
-    config.run.precision = lab.math;
+    let mut config = lab.config("nano");
     config.data.eval_windows = 32;
     let bits = |ablation| held_out_bits((lab.open)(true)?, &config, ablation);
     let (healthy, dead) = (bits(Ablation::None)?, bits(Ablation::DetachRecurrence)?);

@@ -8,7 +8,7 @@ use rand_distr::StandardNormal;
 
 use super::{Bands, Lab, Outcome, exact, letters};
 use crate::checkpoint::{State, Tensor};
-use crate::config::{self, Config, Engram, Math};
+use crate::config::{Config, Engram, Math};
 use crate::instruments::{Engagement, Witness};
 use crate::learner::ModelLearner;
 use crate::model::{Ablation, Param};
@@ -175,9 +175,8 @@ pub fn nano<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
     if lab.quick {
         return Ok(Outcome::NotRun("--quick".into()));
     }
-    let mut config = config::preset("nano")?;
+    let mut config = lab.config("nano");
     config.train.batch_rows = 1;
-    config.run.precision = lab.math;
     Ok(verdict(lab, &config, Ablation::None)?.outcome())
 }
 

@@ -204,11 +204,16 @@ fn all<B: Backend + Witness>() -> Vec<Check<B>> {
     ]
 }
 
+/// The checks of a preset.
+fn of_preset<B: Backend + Witness>(preset: &str) -> impl Iterator<Item = Check<B>> {
+    let left_out = if preset == "tiny" { Of::Others } else { Of::Tiny };
+    all::<B>().into_iter().filter(move |(_, of, _)| *of != left_out)
+}
+
 /// Runs the checks whose name contains `only`. What goes wrong inside one is its failure.
 pub fn run<B: Backend + Witness>(lab: &Lab<'_, B>, only: &str, emit: &mut dyn FnMut(&Line)) -> Vec<Line> {
-    let left_out = if lab.preset == "tiny" { Of::Others } else { Of::Tiny };
-    let chosen = all::<B>().into_iter().filter(|(name, of, _)| name.contains(only) && *of != left_out);
-    chosen
+    of_preset::<B>(lab.preset)
+        .filter(|(name, ..)| name.contains(only))
         .map(|(check, _, body)| {
             let start = Instant::now();
             let outcome = body(lab).unwrap_or_else(|error| Outcome::Fail(format!("{error:#}")));
@@ -230,9 +235,10 @@ pub fn command(arguments: &CheckArgs) -> Result<()> {
     }
     let only = arguments.only.as_deref().unwrap_or("");
     preset(&arguments.preset)?;
-    let names: Vec<&str> = all::<Reference<f32>>().iter().map(|(name, _, _)| *name).collect();
+    let names: Vec<&str> = of_preset::<Reference<f32>>(&arguments.preset).map(|(name, ..)| name).collect();
     if !names.iter().any(|name| name.contains(only)) {
-        let problem = format!("check: no check's name contains `{only}`; there are {}", names.join(", "));
+        let of = format!("no check's name contains `{only}`; of `{}` there are", arguments.preset);
+        let problem = format!("check: {of} {}", names.join(", "));
         bail!(ConfigError::Usage(problem));
     }
     let red = match run.backend {
