@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use cubecl::client::ComputeClient;
 use cubecl::prelude::*;
-use dormouse_reference::{DType, Error, Result, StepKey, Tensors};
+use dormouse_reference::{DType, Error, Result, StepKey, Tensors, check_kept};
 use ndarray::{ArrayD, ArrayViewD};
 
 use crate::arena::{self, Arena, Place};
@@ -71,6 +71,8 @@ pub struct Device<R: Engine> {
     arms: RefCell<Arms>,
     graphs: Cell<bool>,
     poison: Cell<bool>,
+    /// Whether the second of two pieces that may run at the same time comes first where they do not.
+    reversed: Cell<bool>,
     captures: Cell<u64>,
     /// The part of its work that the caller is at.
     stage: Cell<&'static str>,
@@ -108,6 +110,7 @@ impl<R: Engine> Device<R> {
             arms: RefCell::default(),
             graphs: Cell::new(R::GRAPHS),
             poison: Cell::new(false),
+            reversed: Cell::new(false),
             captures: Cell::new(0),
             stage: Cell::new(""),
             branches: Branches::default(),
@@ -126,6 +129,12 @@ impl<R: Engine> Device<R> {
     /// Whether scratch starts as NaN instead of unspecified: an operation that reads what it did not write then shows.
     pub fn set_poison(&self, on: bool) {
         self.poison.set(on);
+    }
+
+    /// Whether the second of two pieces that may run at the same time comes first where they do not: what one needs of the
+    /// other then shows.
+    pub fn set_reversed(&self, on: bool) {
+        self.reversed.set(on);
     }
 
     /// The copies of operands in bf16.
@@ -296,27 +305,8 @@ impl<R: Engine> Device<R> {
 
     /// Refuses what cannot be copied into persistent memory; drops copies of what will be written.
     fn check_kept(&self, from: &Tensor, into: &Tensor) -> Result<()> {
-        const OP: &str = "keep";
-        self.check_life(OP, "from", from)?;
-        if into.life != Life::Persistent {
-            return Err(Error::NotPersistent { op: OP, arg: "into" });
-        }
-        if from.shape != into.shape {
-            return Err(Error::Shape {
-                op: OP,
-                arg: "from",
-                expected: format!("{:?}, as `into`", into.shape()),
-                got: from.shape().to_vec(),
-            });
-        }
-        if from.dtype != into.dtype {
-            return Err(Error::Storage {
-                op: OP,
-                arg: "from",
-                expected: format!("{}, as `into`", into.dtype),
-                got: from.dtype,
-            });
-        }
+        self.check_life("keep", "from", from)?;
+        check_kept(self, from, into)?;
         self.outdated(into);
         Ok(())
     }
@@ -554,6 +544,7 @@ impl<R: Engine> Tensors for Device<R> {
         words::copy(self, from, &aside)?;
         words::copy(self, &aside, into)
     }
+
     fn stage(&self, stage: &'static str) {
         self.stage.set(stage);
     }

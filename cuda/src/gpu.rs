@@ -175,6 +175,11 @@ impl Gpu {
         each!(Gpu, self, d => d.set_poison(on));
     }
 
+    /// [`Device::set_reversed`]
+    pub fn set_reversed(&self, on: bool) {
+        each!(Gpu, self, d => d.set_reversed(on));
+    }
+
     /// [`Device::set_arms`]
     pub fn set_arms(&self, arm: Arm) {
         each!(Gpu, self, d => d.set_arms(arm));

@@ -54,6 +54,7 @@ mod retract_all;
 mod rms_norm;
 mod row_adam;
 mod rows;
+mod runs;
 pub mod runtime;
 mod sanitise;
 mod scale;

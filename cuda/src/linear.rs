@@ -15,6 +15,7 @@ use crate::matmul::{Plus, Product, matrix, prepare, product};
 use crate::runtime::Engine;
 use crate::sum;
 use crate::tensor::{Floats, Tensor};
+use crate::words;
 
 const STEM: &str = "linear";
 
@@ -27,6 +28,7 @@ pub(crate) const MUTANTS: &[Mutant] = &[
     Mutant::fused("dweight-misses-last-row"),
     Mutant::fused("dbias-misses-last-row"),
     Mutant::fused("null-renamed-local"),
+    Mutant { name: "dx-reads-what-dweight-writes", arm: Arm::Fused, gate: "det" },
 ];
 
 /// What `forward` hands to `backward`: handles of what went in.
@@ -39,7 +41,7 @@ pub struct Saved {
 
 /// The sum of dy over a block of rows in one column. One unit, one block and column.
 ///
-/// Mutants: 6 misses the block's last row, 7 is null (a renamed local).
+/// Mutants: 6 misses the block's last row, 7 is null (a renamed local). 8 is planted on the host, as 1 to 5 are.
 #[cube(launch_unchecked)]
 fn bias_kernel(dy: &Floats, partial: &mut Floats, rows: u32, width: u32, #[comptime] mutant: u32) {
     let i = ABSOLUTE_POS;
@@ -154,13 +156,15 @@ impl<R: Engine> Linear for Device<R> {
         self.note_backward(STEM, *arm);
         let mutant = self.mutant_of(STEM, *arm);
         let dx = self.float_scratch(x.shape())?;
+        // Mutant 8: one of the two products that may run at the same time needs the other.
+        let passed = (mutant == 8).then(|| self.float_scratch(dy.shape())).transpose()?;
         let for_x = Product {
             name: "linear::dx",
             batch: 1,
             m: rows,
             k: if mutant == 4 { outer - 1 } else { outer },
             n: inner,
-            a: matrix(dy, outer).plain().of_input(),
+            a: matrix(passed.as_ref().unwrap_or(dy), outer).plain().of_input(),
             b: matrix(weight, outer).transposed().of_input(),
             plus: plus.filter(|_| mutant != 3).map_or(Plus::Nothing, Plus::Matrix),
             out: matrix(&dx, inner),
@@ -183,7 +187,13 @@ impl<R: Engine> Linear for Device<R> {
         };
         prepare(self, *arm, &for_weight)?;
         prepare(self, *arm, &for_x)?;
-        self.beside(&mut |d| product(d, *arm, &for_weight), &mut |d| product(d, *arm, &for_x))?;
+        self.beside(
+            &mut |d| {
+                passed.iter().try_for_each(|into| words::copy(d, dy, into))?;
+                product(d, *arm, &for_weight)
+            },
+            &mut |d| product(d, *arm, &for_x),
+        )?;
         match (into.bias, arm) {
             (Some(bias), Arm::Plain) => sum::add_rows(self, dy, rows, outer, bias)?,
             (Some(bias), Arm::Fused) => self.add_bias(dy, rows, outer, bias)?,

@@ -9,7 +9,8 @@
 //! is about to write them ([`Device::outdated`]), copies of intermediates when the step ends. A copy made on one branch of
 //! a captured step is not seen by the branch beside it.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
+use std::ops::Range;
 use std::sync::Arc;
 
 use cubecl::prelude::*;
@@ -28,9 +29,16 @@ pub(crate) const EDGE: u64 = 8;
 
 /// Copies of the present step.
 #[derive(Default)]
-pub(crate) struct Copies(RefCell<Vec<Copy>>);
+pub(crate) struct Copies {
+    all: RefCell<Vec<Copy>>,
+    /// How many were ever made.
+    made: Cell<u64>,
+    /// Those of the branches beside the present one, by their numbers.
+    hidden: RefCell<Vec<Range<u64>>>,
+}
 
 struct Copy {
+    number: u64,
     of: Arc<Buffer>,
     start: u64,
     end: u64,
@@ -49,29 +57,45 @@ pub(crate) struct Narrow {
 impl Copies {
     /// Forgets all.
     pub fn clear(&self) {
-        self.0.borrow_mut().clear();
+        self.all.borrow_mut().clear();
+        self.hidden.borrow_mut().clear();
     }
 
-    /// How many there are.
-    pub fn count(&self) -> usize {
-        self.0.borrow().len()
+    /// The number of the next one.
+    pub fn next(&self) -> u64 {
+        self.made.get()
     }
 
-    /// Takes those away that were made since there were `count`.
-    pub fn hide_from(&self, count: usize) -> Hidden {
-        let mut copies = self.0.borrow_mut();
-        let count = count.min(copies.len());
-        Hidden(copies.split_off(count))
+    /// Hides those that were made since there was `next`. They are still dropped when outdated.
+    pub fn hide_from(&self, next: u64) {
+        self.hidden.borrow_mut().push(next..self.made.get());
     }
 
-    /// Brings hidden ones back.
-    pub fn show(&self, hidden: Hidden) {
-        self.0.borrow_mut().extend(hidden.0);
+    /// Brings those back that were hidden last.
+    pub fn show(&self) {
+        self.hidden.borrow_mut().pop();
+    }
+
+    fn find(&self, fits: impl Fn(&Copy) -> bool) -> Option<(Tensor, u64)> {
+        let hidden = self.hidden.borrow();
+        let seen = |copy: &&Copy| !hidden.iter().any(|range| range.contains(&copy.number));
+        let all = self.all.borrow();
+        let copy = all.iter().filter(seen).find(|copy| fits(copy))?;
+        Some((copy.words.clone(), copy.start))
+    }
+
+    fn add(&self, of: &Tensor, words: Tensor) {
+        let number = self.made.replace(self.made.get() + 1);
+        let end = of.start + of.len() as u64;
+        self.all.borrow_mut().push(Copy { number, of: of.buffer.clone(), start: of.start, end, words });
+    }
+
+    fn drop_overlapping(&self, tensor: &Tensor) {
+        let (start, end) = (tensor.start, tensor.start + tensor.len() as u64);
+        let overlaps = |copy: &Copy| Arc::ptr_eq(&copy.of, &tensor.buffer) && copy.start < end && start < copy.end;
+        self.all.borrow_mut().retain(|copy| !overlaps(copy));
     }
 }
-
-/// Copies of another branch.
-pub(crate) struct Hidden(Vec<Copy>);
 
 /// Units of a cube, and words that each of them writes: its loads are all under way before the first is used.
 const UNITS: usize = 256;
@@ -119,8 +143,8 @@ impl<R: Engine> Device<R> {
         let (start, end) = (tensor.start, tensor.start + tensor.len() as u64);
         let holds = |copy: &Copy| copy.start <= start && end <= copy.end && (start - copy.start).is_multiple_of(EDGE);
         let found = |copy: &Copy| Arc::ptr_eq(&copy.of, &tensor.buffer) && holds(copy);
-        if let Some(copy) = self.copies().0.borrow().iter().find(|copy| found(copy)) {
-            return Ok(Narrow { words: copy.words.clone(), offset: (start - copy.start) * WORD / 2 });
+        if let Some((words, first)) = self.copies().find(found) {
+            return Ok(Narrow { words, offset: (start - first) * WORD / 2 });
         }
         let persistent = tensor.life == Life::Persistent;
         let all = tensor.buffer.handle.size_in_used() / WORD;
@@ -136,19 +160,13 @@ impl<R: Engine> Device<R> {
             // SAFETY: a unit reads and writes below the lengths, or nothing.
             unsafe { narrow_kernel::launch_unchecked::<R>(client, count, dim, x, to, of.len() as u32) }
         })?;
-        let copy =
-            Copy { of: tensor.buffer.clone(), start: of.start, end: of.start + of.len() as u64, words: words.clone() };
         let offset = (start - of.start) * WORD / 2;
-        self.copies().0.borrow_mut().push(copy);
+        self.copies().add(&of, words.clone());
         Ok(Narrow { words, offset })
     }
 
-    /// Drops the copies of what is about to be written.
+    /// Drops the copies of what is about to be written, also those of another branch: they hold all of a buffer.
     pub(crate) fn outdated(&self, tensor: &Tensor) {
-        let (start, end) = (tensor.start, tensor.start + tensor.len() as u64);
-        self.copies()
-            .0
-            .borrow_mut()
-            .retain(|copy| !(Arc::ptr_eq(&copy.of, &tensor.buffer) && copy.start < end && start < copy.end));
+        self.copies().drop_overlapping(tensor);
     }
 }

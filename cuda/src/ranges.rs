@@ -7,7 +7,6 @@
 use std::ops::Range;
 
 use cubecl::prelude::*;
-use dormouse_reference::{Error, Result};
 
 /// Pieces of one launch: the parameter tables in use have two.
 pub(crate) const PIECES: usize = 8;
@@ -17,26 +16,6 @@ pub(crate) const PIECES: usize = 8;
 pub(crate) struct Piece {
     pub range: Range<usize>,
     pub value: f32,
-}
-
-/// Refuses ranges that leave a buffer of `len` elements or overlap, as the reference does.
-pub(crate) fn check<'a>(
-    op: &'static str,
-    field: &'static str,
-    ranges: impl Iterator<Item = &'a Range<usize>>,
-    len: usize,
-) -> Result<()> {
-    let refuse = |expected: String, got: String| Err(Error::Config { op, field, expected, got });
-    let mut sorted: Vec<_> = ranges.collect();
-    sorted.sort_by_key(|range| (range.start, range.end));
-    if let Some(range) = sorted.iter().find(|range| range.start > range.end || range.end > len) {
-        return refuse(format!("ranges inside the buffer of {len} elements"), format!("{range:?}"));
-    }
-    sorted.retain(|range| !range.is_empty());
-    match sorted.windows(2).find(|pair| pair[1].start < pair[0].end) {
-        Some(pair) => refuse("ranges that do not overlap".to_owned(), format!("{:?} and {:?}", pair[0], pair[1])),
-        None => Ok(()),
-    }
 }
 
 /// `0..len` as pieces in order: `ranges`, which do not overlap, with their numbers, and `outside` between them.

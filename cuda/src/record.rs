@@ -5,7 +5,7 @@
 
 use cubecl::prelude::*;
 use dormouse_reference::record::Record;
-use dormouse_reference::{DType, Dims, Error, Result, Tensors};
+use dormouse_reference::{DType, Dims, Error, Result, Tensors, check_one};
 
 use crate::arm::{Arm, Mutant};
 use crate::device::Device;
@@ -123,9 +123,7 @@ impl<R: Engine> Record for Device<R> {
         if step.dtype == DType::F32 {
             return Err(Error::Storage { op: OP, arg: "step", expected: "u8 or u32".to_owned(), got: step.dtype });
         }
-        if step.shape() != [1] {
-            return Err(Error::Shape { op: OP, arg: "step", expected: "[1]".to_owned(), got: step.shape().to_vec() });
-        }
+        check_one(OP, "step", step.shape())?;
         self.check_into(OP, "ring", ring, &[])?;
         let values: Vec<Tensor> = values.iter().filter(|value| !value.is_empty()).map(|v| (*v).clone()).collect();
         let values = values.into_iter().map(|value| self.apart(value, ring)).collect::<Result<Vec<_>>>()?;

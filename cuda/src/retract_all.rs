@@ -4,7 +4,7 @@
 //! shapes at once, in three launches for four iterations: a factor has the bits that it has alone.
 
 use dormouse_reference::retract_all::{self, Config, Outputs, RetractAll, check_config};
-use dormouse_reference::{Dims, Error, Result, Tensors};
+use dormouse_reference::{Dims, Error, Result, Tensors, check_one};
 
 use crate::arm::{Arm, Mutant};
 use crate::device::Device;
@@ -32,9 +32,7 @@ impl<R: Engine> RetractAll for Device<R> {
         dims.bind("params", params.shape(), &["P"])?;
         check_config(config, dims.get("P"))?;
         self.check_floats(OP, &[("apply", apply)])?;
-        if apply.shape() != [1] {
-            return Err(Error::Shape { op: OP, arg: "apply", expected: "[1]".to_owned(), got: apply.shape().to_vec() });
-        }
+        check_one(OP, "apply", apply.shape())?;
         self.check_into(OP, "params", params, &[("apply", apply)])?;
         let spreads = self.float_scratch(&[config.factors.len()])?;
         match self.forward_arm(STEM) {

@@ -13,7 +13,7 @@
 
 use cubecl::prelude::*;
 use dormouse_reference::row_adam::{Config, RowAdam, Scalars, State, Touched, check};
-use dormouse_reference::{DType, Error, Result};
+use dormouse_reference::{DType, Error, Result, check_apart, check_one};
 
 use crate::adamw::correction;
 use crate::arm::{Arm, Mutant};
@@ -266,15 +266,9 @@ impl<R: Engine> RowAdam for Device<R> {
     ) -> Result<()> {
         let dims = check(config, state.clone().map(|_, x| x.shape()), touched.clone().map(|_, x| x.shape()))?;
         let buffers = state.clone().named();
-        for (i, (arg, buffer)) in buffers.iter().enumerate() {
-            if let Some((other, _)) = buffers[..i].iter().find(|(_, other)| buffer.shares_allocation(other)) {
-                return Err(Error::Aliased { op: OP, arg, other });
-            }
-        }
+        check_apart(OP, &buffers, |a, b| a.shares_allocation(b))?;
         for (arg, scalar) in scalars.clone().named() {
-            if scalar.shape() != [1] {
-                return Err(Error::Shape { op: OP, arg, expected: "[1]".to_owned(), got: scalar.shape().to_vec() });
-            }
+            check_one(OP, arg, scalar.shape())?;
         }
         self.check_floats(OP, &scalars.clone().named())?;
         for (arg, ids) in touched.clone().named() {

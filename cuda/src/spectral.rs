@@ -3,7 +3,7 @@
 //! Arm `fused`: forward is three launches (V and U times s, a, y), and one before them where the factors have a format;
 //! backward five (b, dx, x^T b, dy^T a, and all three gradients of the parameters).
 
-use dormouse_reference::spectral::{Config, Grads, Inputs, Outputs, Params, Spectral};
+use dormouse_reference::spectral::{Config, Grads, Inputs, Outputs, Params, Spectral, bind};
 use dormouse_reference::{Dims, FactorFormat, Precision, Result};
 
 use crate::arm::{Arm, Mutant};
@@ -284,16 +284,6 @@ fn rounded<R: Engine>(
 
 fn factors_of(params: &Params<Tensor>) -> Factors<'_> {
     Factors { u: &params.u, s: &params.s, v: &params.v }
-}
-
-fn bind(op: &'static str, x: &[usize], params: Params<&[usize]>) -> Result<Dims> {
-    let mut dims = Dims::new(op);
-    dims.bind_rows("x", x, "N", &["I"])?;
-    dims.bind("u", params.u, &["I", "R"])?;
-    dims.bind("s", params.s, &["R"])?;
-    dims.bind("v", params.v, &["O", "R"])?;
-    dims.positive(&["I", "R", "O"])?;
-    Ok(dims)
 }
 
 fn sizes(dims: &Dims) -> Sizes {

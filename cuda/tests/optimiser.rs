@@ -184,11 +184,11 @@ fn retracted(b: &Gpu, factors: &[Factor], len: usize) -> [ArrayD<f64>; 2] {
     [&params, &spreads].map(|t| b.download(t).unwrap())
 }
 
-/// Several blocks of rows and tiles of columns, one factor of another shape between, more factors than a launch takes.
+/// Several blocks of rows and tiles of columns, one factor of another shape between, more factors than two launches take.
 #[test]
 fn a_factor_has_the_bits_it_has_alone() {
     let shapes = [[2, 100, 40], [1, 9, 4], [1, 100, 40], [1, 2100, 3], [3, 100, 40]];
-    let (all, len) = factors(&[&shapes[..], &[[1, 9, 4]; 9]].concat());
+    let (all, len) = factors(&[&shapes[..], &[[1, 9, 4]; 30]].concat());
     for arm in Arm::ALL {
         let Some(b) = common::device() else { return };
         b.set_arms(arm);

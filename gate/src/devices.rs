@@ -54,18 +54,30 @@ pub const WORDS: [&str; 2] = [RUNTIMES[0].word(), RUNTIMES[1].word()];
 /// Every precision, as `--precision` orders them.
 pub const PRECISIONS: [Precision; 3] = [Precision::Full, Precision::Tf32, Precision::Bf16];
 
-/// Words of NaN before and after an input. Odd, so that the input starts where no alignment helps it.
-const MARGIN: usize = 3;
+/// Words of NaN before and after inputs, in turn. Odd, so that an input starts where no alignment helps it.
+const MARGINS: [usize; 2] = [3, 3];
 
 /// The same where the runtime's matrix library may run: it has other algorithms, and so other bits, for factors that do
-/// not start at a multiple of 16 bytes.
-const LIBRARY_MARGIN: usize = 4;
+/// not start at a multiple of 16 bytes. Behind 8 words an operand's copy in bf16 is part of one of the whole buffer, as a
+/// weight's in a model is; behind 4 it is a copy of its own.
+const LIBRARY_MARGINS: [usize; 2] = [4, 8];
 
 /// Runs an operation on a device: every run on a fresh [`Gpu`], so that nothing is left of the run before.
 struct OnDevice<'a> {
     opened: &'a Opened,
     setting: &'a Setting,
-    poisoned: bool,
+    way: Way,
+}
+
+/// What a run on a device is to show.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Way {
+    /// The result.
+    Clean,
+    /// That it does not depend on memory around inputs, nor on what scratch held.
+    Poisoned,
+    /// That pieces of work which may run at the same time do not need each other, nor what scratch held.
+    Reversed,
 }
 
 /// Which kernels run.
@@ -76,30 +88,52 @@ struct Setting {
     mutant: Option<&'static str>,
     /// What the devices' ledgers say of the operation's calls.
     calls: Mutex<BTreeSet<(Pass, Arm)>>,
+    /// The first run that gave no result.
+    refused: Mutex<Option<String>>,
 }
 
 impl Setting {
     fn new(arm: Arm, precision: Precision, mutant: Option<&'static str>) -> Self {
-        Self { arm, precision, mutant, calls: Mutex::default() }
+        Self { arm, precision, mutant, calls: Mutex::default(), refused: Mutex::default() }
     }
 
     fn calls(&self) -> BTreeSet<(Pass, Arm)> {
         self.calls.lock().unwrap_or_else(|poison| poison.into_inner()).clone()
     }
+
+    fn refused(&self) -> Option<String> {
+        self.refused.lock().unwrap_or_else(|poison| poison.into_inner()).clone()
+    }
 }
 
 impl<O: OperationOn<Gpu>> Runner<O> for OnDevice<'_> {
     fn run(&self, config: &O::Config, inputs: &Values, upstream: Option<&Values>) -> Result<Run<ArrayD<f64>>, Error> {
+        self.result::<O>(config, inputs, upstream).inspect_err(|error| {
+            let mut refused = self.setting.refused.lock().unwrap_or_else(|poison| poison.into_inner());
+            refused.get_or_insert_with(|| error.to_string());
+        })
+    }
+}
+
+impl OnDevice<'_> {
+    fn result<O: OperationOn<Gpu>>(
+        &self,
+        config: &O::Config,
+        inputs: &Values,
+        upstream: Option<&Values>,
+    ) -> Result<Run<ArrayD<f64>>, Error> {
         let b = self.opened.device();
         b.set_arms(self.setting.arm);
-        b.set_poison(self.poisoned);
+        b.set_poison(self.way != Way::Clean);
+        b.set_reversed(self.way == Way::Reversed);
         if let Some(mutant) = self.setting.mutant {
             b.plant(O::STEM, mutant)?;
         }
         let library = O::PRODUCTS > 0 && self.setting.arm == Arm::Fused;
-        let margin = if library { LIBRARY_MARGIN } else { MARGIN };
-        let send = |values: &Values, integers: &[&str]| {
-            if self.poisoned { upload_in_nan(&b, values, integers, margin) } else { upload(&b, values, integers) }
+        let margins = if library { LIBRARY_MARGINS } else { MARGINS };
+        let send = |values: &Values, integers: &[&str]| match self.way {
+            Way::Poisoned => upload_in_nan(&b, values, integers, margins),
+            _ => upload(&b, values, integers),
         };
         let inputs = send(inputs, O::integers())?;
         let upstream = upstream.map(|u| send(u, &[])).transpose()?;
@@ -118,9 +152,11 @@ fn upload_in_nan<B: Tensors>(
     b: &B,
     values: &Values,
     integers: &[&str],
-    margin: usize,
+    margins: [usize; 2],
 ) -> Result<Named<B::Tensor>, Error> {
+    let mut margins = margins.into_iter().cycle();
     values.try_map(|name, array| {
+        let margin = margins.next().expect("it has no end");
         let (dtype, poison) =
             if integers.contains(&name) { (DType::U32, f64::from(u32::MAX)) } else { (b.float(), f64::NAN) };
         let around = b.persistent(&[array.len() + 2 * margin], dtype)?;
@@ -288,7 +324,7 @@ where
     }
     let case = O::cases().into_iter().next()?;
     let mut rng = dormouse_harness::draw::stream(0, &[O::STEM, "precision"]);
-    let runner: &dyn Runner<O> = &OnDevice { opened, setting, poisoned: false };
+    let runner: &dyn Runner<O> = &OnDevice { opened, setting, way: Way::Clean };
     match runner.run(&case.config, &O::draw(&case, &mut rng), None) {
         Err(error @ Error::Config { field: "precision", .. }) => Some(error.to_string()),
         _ => None,
@@ -299,8 +335,9 @@ fn one<O>(gate: Gate, opened: &Opened, setting: &Setting, context: &Context, fig
 where
     O: OperationOn<Gpu> + OperationOn<Reference<f64>>,
 {
-    let [clean, poisoned] = [false, true].map(|poisoned| OnDevice { opened, setting, poisoned });
-    let (clean, poisoned): (&dyn Runner<O>, &dyn Runner<O>) = (&clean, &poisoned);
+    let [clean, poisoned, reversed] =
+        [Way::Clean, Way::Poisoned, Way::Reversed].map(|way| OnDevice { opened, setting, way });
+    let [clean, poisoned, reversed]: [&dyn Runner<O>; 3] = [&clean, &poisoned, &reversed];
     match gate {
         Gate::Diff => {
             let reference = OnBackend::new(Reference::<f64>::new);
@@ -315,7 +352,7 @@ where
             meta::gate_device::<O>(clean, device, context)
         }
         Gate::Poison => poison::gate::<O>(clean, poisoned, context),
-        Gate::Det => det::gate_device::<O>(clean, context),
+        Gate::Det => det::gate_device::<O>(clean, reversed, context),
         other => Outcome::not_applicable(format!("{} is a gate of the reference", other.word())),
     }
 }
@@ -339,7 +376,10 @@ where
         let setting = Setting::new(mutant.arm, precision, Some(mutant.name));
         let outcome = one::<O>(gate, opened, &setting, &context, &mut Vec::new());
         let expected = if mutant.is_null() { Status::Pass } else { Status::Fail };
-        if outcome.status != expected {
+        if let Some(error) = setting.refused() {
+            // A kernel that does not compile is no fault that a gate has seen.
+            wrong.push(format!("{} gave no result: {error}", mutant.name));
+        } else if outcome.status != expected {
             let (found, reason) = (outcome.status.word(), outcome.reason);
             wrong.push(format!("{} is {found} on {}, expected {} {reason}", mutant.name, mutant.gate, expected.word()));
         }
@@ -439,7 +479,7 @@ where
     for (&precision, arm) in all.iter().flat_map(|p| Arm::ALL.map(|arm| (p, arm))) {
         let setting = Setting::new(arm, precision, None);
         if refuses::<O>(opened, &setting).is_none() {
-            cases += exercise::<O>(&OnDevice { opened, setting: &setting, poisoned: true }, chosen)?;
+            cases += exercise::<O>(&OnDevice { opened, setting: &setting, way: Way::Poisoned }, chosen)?;
         }
     }
     Ok(cases)

@@ -6,11 +6,11 @@
 //! | part | why |
 //! |---|---|
 //! | `cuda/src/<stem>`, file or folder | the kernels and their launches |
-//! | everything in `cuda/src` that belongs to no operation | what all kernels share; `runtime/` has the compiler's options |
+//! | everything in `cuda/src` that belongs to no operation | what all kernels share; `runtime/` has the compiler's options, a table the choices of products |
 //! | `harness/src/ops/<stem>` | the cases, what is drawn for them, and tolerances |
-//! | comparator, tolerances, draws and the gates of a device in `harness/src` | what decides that two tensors are equal |
-//! | `reference/src/<stem>` | what the kernels were equal to |
-//! | the locked packages `cubecl*` | the compiler from kernels to CUDA C++ |
+//! | comparator, tolerances, draws, defaults of descriptions and the gates of a device in `harness/src` | what decides that two tensors are equal |
+//! | `reference/src/<stem>`, and the arithmetic that belongs to no operation | what the kernels were equal to |
+//! | the locked packages `cubecl*`, `cudarc` and `half` | the compiler from kernels to CUDA C++, and the way to the GPU |
 //!
 //! Where one of these files uses another operation's module (`crate::spectral`), that module is part of it.
 //!
@@ -28,20 +28,35 @@ use std::rc::Rc;
 
 use proc_macro2::{Delimiter, Punct, Spacing, TokenStream, TokenTree};
 
-/// Files of `harness/src` that decide whether a device's gate is green.
-const JUDGES: [&str; 8] = [
+/// Files of the harness that decide whether a device's gate is green.
+const JUDGES: [&str; 13] = [
     "compare.rs",
+    "description.rs",
     "draw.rs",
-    "tolerance.rs",
     "gates/det.rs",
     "gates/diff.rs",
     "gates/meta.rs",
     "gates/mod.rs",
     "gates/poison.rs",
+    "named.rs",
+    "ops/mod.rs",
+    "runner.rs",
+    "svd.rs",
+    "tolerance.rs",
 ];
 
 /// Files of `cuda/src` that no kernel's result depends on: the lists of operations, and what embeds receipts.
 const NO_KERNELS: [&str; 4] = ["lib.rs", "arm.rs", "gpu.rs", "receipts.rs"];
+
+/// Files of `cuda/src` that are no Rust: they count byte for byte.
+const TABLES: [&str; 1] = ["gemm_table.tsv"];
+
+/// Modules of `reference/src` on which no result of an operation depends: the lists of operations, and what checks values
+/// or words errors.
+const NO_ARITHMETIC: [&str; 6] = ["lib", "backend", "delegate", "compiled", "checked", "error"];
+
+/// Packages between kernels and the GPU, by their names or how their names begin.
+const COMPILERS: [&str; 3] = ["cubecl", "cudarc", "half"];
 
 /// Everything that the fingerprints of a workspace depend on, for a build script's `rerun-if-changed`.
 pub const INPUTS: [&str; 4] = ["cuda/src", "harness/src", "reference/src", "Cargo.lock"];
@@ -135,10 +150,21 @@ impl Sources {
                 add(&format!("cuda {name}"), &tokens.bytes);
             }
         }
+        for table in TABLES {
+            let path = kernels.join(table);
+            let bytes = std::fs::read(&path).map_err(|source| Error::Read { path, source })?;
+            add(&format!("cuda {table}"), &bytes);
+        }
+        let reference = self.root.join("reference/src");
+        for module in modules(&reference)?.difference(&operations).filter(|m| !NO_ARITHMETIC.contains(&m.as_str())) {
+            for (name, tokens) in self.files(&reference, module)? {
+                add(&format!("reference {name}"), &tokens.bytes);
+            }
+        }
         for name in JUDGES {
             add(name, &self.tokens(&judges.join(name))?.bytes);
         }
-        add("Cargo.lock", locked_cubecl(&self.root.join("Cargo.lock"))?.as_bytes());
+        add("Cargo.lock", locked(&self.root.join("Cargo.lock"))?.as_bytes());
         Ok(hasher.finalize().to_hex().to_string())
     }
 
@@ -398,8 +424,8 @@ fn all_names(stream: TokenStream, names: &mut BTreeSet<String>) {
     }
 }
 
-/// Name, version and checksum of every locked package of cubecl's, a line each.
-fn locked_cubecl(path: &Path) -> Result<String, Error> {
+/// Name, version and checksum of every locked package of [`COMPILERS`], a line each.
+fn locked(path: &Path) -> Result<String, Error> {
     let text = std::fs::read_to_string(path).map_err(|source| Error::Read { path: path.to_owned(), source })?;
     let mut lines = String::new();
     for package in text.split("[[package]]").skip(1) {
@@ -408,7 +434,8 @@ fn locked_cubecl(path: &Path) -> Result<String, Error> {
             line.unwrap_or_default().trim_matches('"').to_owned()
         };
         let name = value("name");
-        if name == "cubecl" || name.starts_with("cubecl-") {
+        if COMPILERS.iter().any(|of| name.strip_prefix(of).is_some_and(|rest| rest.is_empty() || rest.starts_with('-')))
+        {
             lines += &format!("{name} {} {}\n", value("version"), value("checksum"));
         }
     }

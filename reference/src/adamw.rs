@@ -24,7 +24,7 @@ use rayon::prelude::*;
 
 use crate::checked::Checked;
 use crate::cpu::{Reference, Tensor};
-use crate::dims::Dims;
+use crate::dims::{Dims, check_apart};
 use crate::error::{Error, Result};
 use crate::fields;
 use crate::sanitise::check_ranges;
@@ -104,11 +104,7 @@ impl<T: Scalar> Adamw for Reference<T> {
             dims.bind(name, buffer.shape(), &["P"])?;
         }
         check_config(config, dims.get("P"))?;
-        for (i, (arg, buffer)) in buffers.iter().enumerate() {
-            if let Some((other, _)) = buffers[..i].iter().find(|(_, other)| buffer.shares_allocation(other)) {
-                return Err(Error::Aliased { op: OP, arg, other });
-            }
-        }
+        check_apart(OP, &buffers, |a, b| a.shares_allocation(b))?;
         let lr = self.read_one(OP, "lr", scalars.lr)?.to_f64();
         let scale = self.read_one(OP, "scale", scalars.scale)?;
         let apply = self.read_one(OP, "apply", scalars.apply)?.to_f64() == 1.0;
@@ -155,7 +151,11 @@ impl<B: Adamw> Adamw for Checked<B> {
 
 const OP: &str = "adamw::update";
 
-fn check_config(config: &Config, len: usize) -> Result<()> {
+/// Refuses a config that is out of range for buffers of `len` elements. For backends of their own too.
+///
+/// # Errors
+/// `Config`, which names the field.
+pub fn check_config(config: &Config, len: usize) -> Result<()> {
     let refuse = |field, expected: &str, got: f64| {
         Err(Error::Config { op: OP, field, expected: expected.to_owned(), got: got.to_string() })
     };

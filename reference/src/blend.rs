@@ -20,9 +20,8 @@ use ndarray::{Array2, Array3, ArrayView2, ArrayView3, Axis, Zip};
 use crate::checked::Checked;
 use crate::controller::FIXED_GATES;
 use crate::cpu::{Reference, Tensor, Values};
-use crate::dims::Dims;
+use crate::dims::{Dims, stacked};
 use crate::error::{Error, Result};
-use crate::expert::stacked;
 use crate::fields;
 use crate::scalar::Scalar;
 use crate::tensor::Tensors;
@@ -150,7 +149,11 @@ impl<B: Blend> Blend for Checked<B> {
     }
 }
 
-fn check_config(op: &'static str, config: &Config) -> Result<()> {
+/// Refuses a config that is out of range. For backends of their own too, as is [`bind`].
+///
+/// # Errors
+/// `Config` if `lam_max` is not from 0 to 1.
+pub fn check_config(op: &'static str, config: &Config) -> Result<()> {
     if (0.0..=1.0).contains(&config.lam_max) {
         return Ok(());
     }
@@ -162,7 +165,11 @@ fn check_config(op: &'static str, config: &Config) -> Result<()> {
     })
 }
 
-fn bind(op: &'static str, inputs: Inputs<&[usize]>) -> Result<Dims> {
+/// Refuses shapes that do not fit; gives N, D, E and `3+E`.
+///
+/// # Errors
+/// `Shape`, which names the argument.
+pub fn bind(op: &'static str, inputs: Inputs<&[usize]>) -> Result<Dims> {
     let mut dims = Dims::new(op);
     dims.bind_rows("attn", inputs.attn, "N", &["D"])?;
     dims.bind_rows("dense", inputs.dense, "N", &["D"])?;

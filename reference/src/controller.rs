@@ -127,6 +127,7 @@ impl<T: Scalar> Controller for Reference<T> {
         params: Params<&Tensor<T>>,
     ) -> Result<(Outputs<Tensor<T>>, Saved<T>)> {
         const OP: &str = "controller::forward";
+        full_precision(OP, config.precision)?;
         check_config(OP, config)?;
         let mut dims = Dims::new(OP);
         dims.bind_rows("c", inputs.c.shape(), "N", &["D"])?;
@@ -162,6 +163,7 @@ impl<T: Scalar> Controller for Reference<T> {
         into: Params<&Tensor<T>>,
     ) -> Result<Grads<Tensor<T>>> {
         const OP: &str = "controller::backward";
+        full_precision(OP, config.precision)?;
         check_config(OP, config)?;
         let mut dims = Dims::new(OP);
         dims.bind_rows("c", saved.c.shape(), "N", &["D"])?;
@@ -222,8 +224,11 @@ impl<B: Controller> Controller for Checked<B> {
     }
 }
 
-fn check_config(op: &'static str, config: &Config) -> Result<()> {
-    full_precision(op, config.precision)?;
+/// Refuses a config without experts. For backends of their own too, as is [`bind_weight`].
+///
+/// # Errors
+/// `Config`, which names the field.
+pub fn check_config(op: &'static str, config: &Config) -> Result<()> {
     if config.experts >= 1 {
         return Ok(());
     }
@@ -235,8 +240,11 @@ fn check_config(op: &'static str, config: &Config) -> Result<()> {
     })
 }
 
-/// Checks the weight; needs D bound.
-fn bind_weight(dims: &mut Dims, config: &Config, shape: &[usize]) -> Result<()> {
+/// Refuses a weight that does not fit D, which must be bound.
+///
+/// # Errors
+/// `Shape`, which names the argument.
+pub fn bind_weight(dims: &mut Dims, config: &Config, shape: &[usize]) -> Result<()> {
     dims.set("2D", 2 * dims.get("D"), "c");
     dims.set("3+E", FIXED_GATES + config.experts, "config.experts");
     dims.bind("weight", shape, &["2D", "3+E"])

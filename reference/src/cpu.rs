@@ -9,7 +9,7 @@ use ndarray::{Array, ArrayD, ArrayView, ArrayView1, ArrayView2, ArrayViewD, Arra
 
 use crate::error::{Error, Result};
 use crate::scalar::Scalar;
-use crate::tensor::{DType, Precision, StepKey, Tensors};
+use crate::tensor::{DType, Precision, StepKey, Tensors, check_kept};
 
 /// The reference backend over one scalar type.
 ///
@@ -452,25 +452,7 @@ impl<T: Scalar> Tensors for Reference<T> {
 
     fn keep(&self, from: &Tensor<T>, into: &Tensor<T>) -> Result<()> {
         const OP: &str = "keep";
-        if into.life != Life::Persistent {
-            return Err(Error::NotPersistent { op: OP, arg: "into" });
-        }
-        if from.shape != into.shape {
-            return Err(Error::Shape {
-                op: OP,
-                arg: "from",
-                expected: format!("{:?}, as `into`", into.shape()),
-                got: from.shape().to_vec(),
-            });
-        }
-        if self.dtype(from) != self.dtype(into) {
-            return Err(Error::Storage {
-                op: OP,
-                arg: "from",
-                expected: format!("{}, as `into`", self.dtype(into)),
-                got: self.dtype(from),
-            });
-        }
+        check_kept(self, from, into)?;
         // The two may be views of one buffer, so the values are copied out before the buffer is locked for writing.
         let range = into.start..into.start + into.len();
         match &*into.buffer {

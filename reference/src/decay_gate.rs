@@ -240,7 +240,11 @@ impl<B: DecayGate> DecayGate for Checked<B> {
     }
 }
 
-fn check_config(op: &'static str, config: &Config) -> Result<()> {
+/// Refuses a config that is out of range. For backends of their own too.
+///
+/// # Errors
+/// `Config`, which names the field.
+pub fn check_config(op: &'static str, config: &Config) -> Result<()> {
     if let Kind::Bounded { lower_bound } = config.kind
         && !(STRONGEST_BOUND..0.0).contains(&lower_bound)
     {

@@ -110,6 +110,38 @@ impl Dims {
     }
 }
 
+/// `[E, .., D]` as `[E, N, D]`: the shape of a stack of rows, one stack for each expert.
+pub fn stacked(shape: &[usize]) -> Vec<usize> {
+    match shape {
+        [first, middle @ .., last] => vec![*first, middle.iter().product(), *last],
+        _ => shape.to_vec(),
+    }
+}
+
+/// Refuses a tensor that is not one number.
+///
+/// # Errors
+/// `Shape`.
+pub fn check_one(op: &'static str, arg: &'static str, shape: &[usize]) -> Result<()> {
+    if shape == [1] {
+        return Ok(());
+    }
+    Err(Error::Shape { op, arg, expected: "[1]".to_owned(), got: shape.to_vec() })
+}
+
+/// Refuses buffers of which two are one allocation, as `same` tells: then an update would read what it has written.
+///
+/// # Errors
+/// `Aliased`, which names both.
+pub fn check_apart<T>(op: &'static str, buffers: &[(&'static str, T)], same: impl Fn(&T, &T) -> bool) -> Result<()> {
+    for (i, (arg, buffer)) in buffers.iter().enumerate() {
+        if let Some((other, _)) = buffers[..i].iter().find(|(_, other)| same(buffer, other)) {
+            return Err(Error::Aliased { op, arg, other });
+        }
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

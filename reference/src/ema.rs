@@ -30,7 +30,7 @@ use rayon::prelude::*;
 
 use crate::checked::Checked;
 use crate::cpu::{Reference, Tensor};
-use crate::dims::Dims;
+use crate::dims::{Dims, check_one};
 use crate::error::{Error, Result};
 use crate::fields;
 use crate::sanitise::check_ranges;
@@ -116,10 +116,7 @@ pub fn check(config: &Config, inputs: Inputs<&[usize]>) -> Result<()> {
         });
     }
     check_ranges(OP, "ranges", config.ranges.iter(), dims.get("P"))?;
-    if inputs.apply != [1] {
-        return Err(Error::Shape { op: OP, arg: "apply", expected: "[1]".to_owned(), got: inputs.apply.to_vec() });
-    }
-    Ok(())
+    check_one(OP, "apply", inputs.apply)
 }
 
 impl<B: Ema> Ema for Checked<B> {

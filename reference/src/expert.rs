@@ -28,7 +28,7 @@ use ndarray::{Array2, Array3, Axis, Ix2, Ix3, Zip};
 
 use crate::checked::Checked;
 use crate::cpu::{Reference, Tensor, Values, full_precision};
-use crate::dims::Dims;
+use crate::dims::{Dims, stacked};
 use crate::error::{Error, Result};
 use crate::factor_format::FactorFormat;
 use crate::fields;
@@ -343,7 +343,12 @@ impl<'a, T: Scalar> Maps<'a, T> {
     }
 }
 
-fn check_gate<X>(op: &'static str, ffn: Ffn, params: &Params<X>) -> Result<()> {
+/// Refuses a gate where the kind of map has none, and its absence where it has one. For backends of their own too, as is
+/// [`bind_params`].
+///
+/// # Errors
+/// `Presence`, which names the argument.
+pub fn check_gate<X>(op: &'static str, ffn: Ffn, params: &Params<X>) -> Result<()> {
     let present =
         [("gate_u", params.gate_u.is_some()), ("gate_s", params.gate_s.is_some()), ("gate_v", params.gate_v.is_some())];
     for (arg, present) in present {
@@ -358,7 +363,11 @@ fn check_gate<X>(op: &'static str, ffn: Ffn, params: &Params<X>) -> Result<()> {
     Ok(())
 }
 
-fn bind_params(dims: &mut Dims, params: Params<&[usize]>) -> Result<()> {
+/// Refuses factors, or destinations of their gradients, that do not fit together.
+///
+/// # Errors
+/// `Shape`, which names the argument.
+pub fn bind_params(dims: &mut Dims, params: Params<&[usize]>) -> Result<()> {
     for (arg, shape) in params.named() {
         let symbols: &[&str] = match arg {
             "up_u" | "gate_u" | "down_v" => &["E", "D", "R"],
@@ -368,14 +377,6 @@ fn bind_params(dims: &mut Dims, params: Params<&[usize]>) -> Result<()> {
         dims.bind(arg, shape, symbols)?;
     }
     Ok(())
-}
-
-/// `[E, .., D]` as `[E, N, D]`.
-pub(crate) fn stacked(shape: &[usize]) -> Vec<usize> {
-    match shape {
-        [first, middle @ .., last] => vec![*first, middle.iter().product(), *last],
-        _ => shape.to_vec(),
-    }
 }
 
 fn product<T: Scalar>(a: &Array2<T>, b: &Array2<T>) -> Array2<T> {

@@ -23,8 +23,8 @@ use ndarray::{Array1, Array2, ArrayView2};
 
 use crate::checked::Checked;
 use crate::cpu::{Reference, Tensor};
-use crate::dims::Dims;
-use crate::error::{Error, Result};
+use crate::dims::{Dims, check_one};
+use crate::error::Result;
 use crate::fields;
 use crate::layer_norm::{check_eps, normalise};
 use crate::matmul::sum_over_rows;
@@ -174,10 +174,7 @@ pub fn check_forward(config: &Config, inputs: Inputs<&[usize]>) -> Result<Dims> 
 pub fn check_backward(config: &Config, loss: &[usize]) -> Result<()> {
     const OP: &str = "jepa::backward";
     check_eps(OP, config.eps)?;
-    match loss {
-        [1] => Ok(()),
-        _ => Err(Error::Shape { op: OP, arg: "loss", expected: "[1]".to_owned(), got: loss.to_vec() }),
-    }
+    check_one(OP, "loss", loss)
 }
 
 /// The places where a mask is set.

@@ -29,7 +29,7 @@ use rayon::prelude::*;
 
 use crate::checked::Checked;
 use crate::cpu::{Reference, Tensor};
-use crate::dims::Dims;
+use crate::dims::{Dims, check_one};
 use crate::error::{Error, Result};
 use crate::fields;
 use crate::jepa::{pick, places};
@@ -210,9 +210,7 @@ pub fn check_backward(config: &Config, z: &[usize], loss: &[usize], plus: Option
     check_config(OP, config)?;
     let mut dims = Dims::new(OP);
     dims.bind_rows("z", z, "N", &["D"])?;
-    if loss != [1] {
-        return Err(Error::Shape { op: OP, arg: "loss", expected: "[1]".to_owned(), got: loss.to_vec() });
-    }
+    check_one(OP, "loss", loss)?;
     if let Some(plus) = plus {
         dims.bind_rows("plus", plus, "N", &["D"])?;
     }

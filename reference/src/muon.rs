@@ -47,7 +47,7 @@ use rayon::prelude::*;
 
 use crate::checked::Checked;
 use crate::cpu::{Reference, Tensor};
-use crate::dims::Dims;
+use crate::dims::{Dims, check_apart};
 use crate::error::{Error, Result};
 use crate::fields;
 use crate::matmul::{dot, matmul, matmul_into};
@@ -160,11 +160,7 @@ impl<T: Scalar> Muon for Reference<T> {
             dims.bind(name, buffer.shape(), &["P"])?;
         }
         check_config(config, dims.get("P"))?;
-        for (i, (arg, buffer)) in buffers.iter().enumerate() {
-            if let Some((other, _)) = buffers[..i].iter().find(|(_, other)| buffer.shares_allocation(other)) {
-                return Err(Error::Aliased { op: OP, arg, other });
-            }
-        }
+        check_apart(OP, &buffers, |a, b| a.shares_allocation(b))?;
         let lr = self.read_one(OP, "lr", scalars.lr)?.to_f64();
         let apply = self.read_one(OP, "apply", scalars.apply)?.to_f64() == 1.0;
         let grads = self.read(OP, "grads", state.grads)?;

@@ -21,8 +21,8 @@ use ndarray::{Array1, ArrayView1, Zip};
 
 use crate::checked::Checked;
 use crate::cpu::{Reference, Tensor};
-use crate::dims::Dims;
-use crate::error::{Error, Result};
+use crate::dims::{Dims, check_one};
+use crate::error::Result;
 use crate::fields;
 use crate::matmul::sum_over_rows;
 use crate::scalar::Scalar;
@@ -116,7 +116,7 @@ impl<T: Scalar> Residual for Reference<T> {
         dims.bind_rows("c", inputs.c.shape(), "N", &["D"])?;
         dims.bind_rows("y", inputs.y.shape(), "N", &["D"])?;
         dims.positive(&["D"])?;
-        check_rho(OP, params.rho.shape())?;
+        check_one(OP, "rho", params.rho.shape())?;
         let c = self.read(OP, "c", inputs.c)?;
         let y = self.read(OP, "y", inputs.y)?;
         let rho = self.read(OP, "rho", params.rho)?.slice()[0];
@@ -138,7 +138,7 @@ impl<T: Scalar> Residual for Reference<T> {
         let mut dims = Dims::new(OP);
         dims.bind_rows("y", saved.y.shape(), "N", &["D"])?;
         dims.bind_rows("h", upstream.h.shape(), "N", &["D"])?;
-        check_rho(OP, into.rho.shape())?;
+        check_one(OP, "rho", into.rho.shape())?;
         let y = self.read(OP, "y", &saved.y)?;
         let rho = self.read(OP, "rho", &saved.rho)?.slice()[0];
         let dh = self.read(OP, "h", upstream.h)?;
@@ -173,13 +173,6 @@ impl<B: Residual> Residual for Checked<B> {
         self.finite("residual::backward", upstream.clone().named())?;
         self.0.backward(config, saved, upstream, into)
     }
-}
-
-fn check_rho(op: &'static str, shape: &[usize]) -> Result<()> {
-    if shape == [1] {
-        return Ok(());
-    }
-    Err(Error::Shape { op, arg: "rho", expected: "[1]".to_owned(), got: shape.to_vec() })
 }
 
 /// dy and drho of flat tensors with rows of `width`.

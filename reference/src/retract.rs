@@ -114,7 +114,11 @@ impl<B: Retract> Retract for Checked<B> {
     }
 }
 
-fn check_config(config: &Config) -> Result<()> {
+/// Refuses counts of zero. For backends of their own too, as is [`check_shape`].
+///
+/// # Errors
+/// `Config`, which names the field.
+pub fn check_config(config: &Config) -> Result<()> {
     for (field, count) in [("iterations", config.iterations), ("power_iterations", config.power_iterations)] {
         if count == 0 {
             return Err(Error::Config { op: OP, field, expected: "at least 1".to_owned(), got: "0".to_owned() });
@@ -123,8 +127,11 @@ fn check_config(config: &Config) -> Result<()> {
     Ok(())
 }
 
-/// The shape as `[E, n, k]`.
-fn check_shape(shape: &[usize]) -> Result<[usize; 3]> {
+/// Refuses what is no factor or stack of factors; gives `[E, n, k]`.
+///
+/// # Errors
+/// `Shape`.
+pub fn check_shape(shape: &[usize]) -> Result<[usize; 3]> {
     let mut dims = Dims::new(OP);
     match shape.len() {
         3 => dims.bind("factor", shape, &["E", "n", "k"])?,

@@ -231,7 +231,11 @@ impl<B: RmsNorm> RmsNorm for Checked<B> {
     }
 }
 
-fn check_config(op: &'static str, config: &Config) -> Result<()> {
+/// Refuses a config that is out of range. For backends of their own too.
+///
+/// # Errors
+/// `Config` if `eps` is not greater than zero.
+pub fn check_config(op: &'static str, config: &Config) -> Result<()> {
     if config.eps > 0.0 && config.eps.is_finite() {
         return Ok(());
     }

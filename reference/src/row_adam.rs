@@ -23,7 +23,7 @@
 
 use crate::checked::Checked;
 use crate::cpu::{Reference, Tensor};
-use crate::dims::Dims;
+use crate::dims::{Dims, check_apart};
 use crate::engram::read_rows;
 use crate::engram_hash::{check_order, segments};
 use crate::error::{Error, Result};
@@ -110,11 +110,7 @@ impl<T: Scalar> RowAdam for Reference<T> {
     ) -> Result<()> {
         let dims = check(config, state.clone().map(|_, x| x.shape()), touched.clone().map(|_, x| x.shape()))?;
         let buffers = state.clone().named();
-        for (i, (arg, buffer)) in buffers.iter().enumerate() {
-            if let Some((other, _)) = buffers[..i].iter().find(|(_, other)| buffer.shares_allocation(other)) {
-                return Err(Error::Aliased { op: OP, arg, other });
-            }
-        }
+        check_apart(OP, &buffers, |a, b| a.shares_allocation(b))?;
         let rows = read_rows(self, OP, touched.rows, dims.get("R"))?;
         let order = self.read_ids(OP, "order", touched.order)?;
         check_order(OP, &rows, &order)?;

@@ -152,7 +152,11 @@ impl<B: Sanitise> Sanitise for Checked<B> {
     }
 }
 
-fn check_config(op: &'static str, config: &Config, len: usize) -> Result<()> {
+/// Refuses a config that is out of range for a buffer of `len` elements. For backends of their own too.
+///
+/// # Errors
+/// `Config`, which names the field.
+pub fn check_config(op: &'static str, config: &Config, len: usize) -> Result<()> {
     if let Some(max_norm) = config.max_norm
         && !(max_norm > 0.0 && max_norm.is_finite())
     {

@@ -206,7 +206,11 @@ impl<B: Spectral> Spectral for Checked<B> {
     }
 }
 
-fn bind(op: &'static str, x: &[usize], params: Params<&[usize]>) -> Result<Dims> {
+/// Refuses shapes that do not fit; gives N, I, R and O. For backends of their own too.
+///
+/// # Errors
+/// `Shape`, which names the argument.
+pub fn bind(op: &'static str, x: &[usize], params: Params<&[usize]>) -> Result<Dims> {
     let mut dims = Dims::new(op);
     dims.bind_rows("x", x, "N", &["I"])?;
     dims.bind("u", params.u, &["I", "R"])?;

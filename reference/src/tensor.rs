@@ -13,7 +13,7 @@ use std::fmt;
 
 use ndarray::{ArrayD, ArrayViewD};
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// How the elements of a tensor are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -157,6 +157,26 @@ pub trait Tensors {
     fn reshape(&self, tensor: &Self::Tensor, shape: &[usize]) -> Result<Self::Tensor> {
         self.view(tensor, 0, shape)
     }
+}
+
+/// Refuses what [`Tensors::keep`] cannot copy. For backends of their own.
+///
+/// # Errors
+/// `NotPersistent` if `into` is scratch; `Shape` or `Storage` if the two differ.
+pub fn check_kept<B: Tensors>(b: &B, from: &B::Tensor, into: &B::Tensor) -> Result<()> {
+    const OP: &str = "keep";
+    if !b.is_persistent(into) {
+        return Err(Error::NotPersistent { op: OP, arg: "into" });
+    }
+    if b.shape(from) != b.shape(into) {
+        let expected = format!("{:?}, as `into`", b.shape(into));
+        return Err(Error::Shape { op: OP, arg: "from", expected, got: b.shape(from).to_vec() });
+    }
+    if b.dtype(from) != b.dtype(into) {
+        let expected = format!("{}, as `into`", b.dtype(into));
+        return Err(Error::Storage { op: OP, arg: "from", expected, got: b.dtype(from) });
+    }
+    Ok(())
 }
 
 /// What two pieces of work give of which neither reads or writes what the other writes; see [`Tensors::beside`].

@@ -4,6 +4,7 @@
 //! medians of the processes are averaged; what lies between the largest and the smallest is the run-to-run spread, and
 //! a difference below it is none. A few more steps under timers give the share of a step in which the device works.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Instant;
@@ -18,7 +19,8 @@ use crate::data::{Data, Prefetch};
 use crate::history::{self, COLD_STEPS, NONE, Row};
 use crate::host;
 use crate::instruments::bound::StepCost;
-use crate::instruments::{Witness, sites};
+use crate::instruments::{Sites, Witness, sites};
+use crate::jepa_targets::command::write_for_bench;
 use crate::progress::say;
 use crate::train::{Build, Learner, training};
 
@@ -61,9 +63,18 @@ struct Measured {
     eager_us: Option<f64>,
     graph_us: Option<f64>,
     device_ms: Option<f64>,
+    /// Of each stage of a step: launches and nodes, and milliseconds on the device under timers.
+    stages: BTreeMap<String, Share>,
     mem_peak_mib: Option<f64>,
     /// The sentence on what a step waits for.
     bound: Option<String>,
+}
+
+/// A stage's part of a step.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+struct Share {
+    launches: f64,
+    device_ms: f64,
 }
 
 /// `dormouse bench`.
@@ -75,15 +86,18 @@ pub fn command(arguments: &BenchArgs, build: Build) -> Result<()> {
         let problem = format!("bench: --steps is {}; give {} or more", arguments.steps, COLD_STEPS + 20);
         bail!(ConfigError::Usage(format!("{problem}, since the first {COLD_STEPS} are not timed")));
     }
-    if arguments.one {
+    if arguments.one || arguments.targets.is_some() {
         let mut config = resolve(&arguments.sources())?;
         settle(&mut config.run)?;
+        if let Some(path) = &arguments.targets {
+            return write_for_bench(&config, arguments.steps + DEVICE_STEPS, path, build);
+        }
         let measured = measure(&config, arguments.steps, build)?;
         say(&serde_json::to_string(&measured).context("bench: cannot write JSON")?);
         return Ok(());
     }
     if let Some(path) = &arguments.map {
-        return map::write(path);
+        return map::write(path, resolve(&arguments.sources())?.jepa.has_teacher());
     }
     if arguments.processes < 2 && arguments.append.is_some() {
         let problem = "bench: one process has no run-to-run spread; give --processes 2 or more with --append";
@@ -131,24 +145,24 @@ fn alone() -> Result<()> {
     Ok(())
 }
 
-/// Runs this program again with the same words and some more, to measure in a process of its own; with a folder, that is
-/// its cache of compiled kernels.
+/// Measures in a process of its own, with the words of this one and some more; with a folder, that is its cache of
+/// compiled kernels.
 fn one_process(more: &[&str], cache: Option<&Path>) -> Result<Measured> {
-    let program = std::env::current_exe().context("bench: this program cannot find itself")?;
-    let mut command = Command::new(program);
-    command.args(std::env::args_os().skip(1)).args(more).arg("--one").stdout(Stdio::piped());
-    command.envs(cache.map(|folder| ("DORMOUSE_CACHE", folder)));
-    let child = command.output();
-    let child = child.context("bench: cannot start a process")?;
-    ensure!(
-        child.status.success(),
-        "bench: a process ended with {}: {}",
-        child.status,
-        String::from_utf8_lossy(&child.stderr).trim()
-    );
-    let text = String::from_utf8_lossy(&child.stdout);
+    let text = process(&[more, &["--one"]].concat(), cache)?;
     let last = text.lines().last().unwrap_or_default();
     serde_json::from_str(last).with_context(|| format!("bench: a process printed `{last}`"))
+}
+
+/// Runs this program again with the same words and some more; what it printed.
+fn process(more: &[&str], cache: Option<&Path>) -> Result<String> {
+    let program = std::env::current_exe().context("bench: this program cannot find itself")?;
+    let mut command = Command::new(program);
+    command.args(std::env::args_os().skip(1)).args(more).stdout(Stdio::piped());
+    command.envs(cache.map(|folder| ("DORMOUSE_CACHE", folder)));
+    let child = command.output().context("bench: cannot start a process")?;
+    let errors = String::from_utf8_lossy(&child.stderr);
+    ensure!(child.status.success(), "bench: a process ended with {}: {}", child.status, errors.trim());
+    Ok(String::from_utf8_lossy(&child.stdout).into_owned())
 }
 
 fn measure(config: &Config, steps: u64, build: Build) -> Result<Measured> {
@@ -172,7 +186,9 @@ fn measure(config: &Config, steps: u64, build: Build) -> Result<Measured> {
     }
     let to = Counts::of(&*learner);
     let timed = (steps - COLD_STEPS) as f64;
+    let before = learner.witness().map(sites);
     let device_ms = learner.witness().is_some().then(|| device_ms(&mut *learner, config, &mut batches)).transpose()?;
+    let stages = before.zip(learner.witness().map(sites)).map_or(BTreeMap::new(), |(from, to)| stages(&from, &to));
     let counted = learner.witness().is_some();
     let each = |to: u64, from: u64| counted.then(|| (to - from) as f64 / timed);
     times.sort_by(f64::total_cmp);
@@ -208,6 +224,7 @@ fn measure(config: &Config, steps: u64, build: Build) -> Result<Measured> {
         eager_us: price.map(|price| price.eager_us),
         graph_us: price.and_then(|price| price.graph_us),
         device_ms,
+        stages,
         mem_peak_mib: device_bytes.or_else(host::peak_memory_bytes).map(|bytes| bytes as f64 / f64::from(1 << 20)),
         bound: price.map(|price| cost.line(&price)),
     })
@@ -241,6 +258,21 @@ fn device_ms(learner: &mut dyn Learner, config: &Config, batches: &mut Prefetch)
     }
     let after = timers(learner, false);
     Ok((after - before) as f64 / 1e6 / DEVICE_STEPS as f64)
+}
+
+/// What the steps under timers did between two counts, by stage. They run kernel by kernel, so a node is a launch.
+fn stages(from: &Sites, to: &Sites) -> BTreeMap<String, Share> {
+    let mut stages: BTreeMap<String, Share> = BTreeMap::new();
+    for (key, now) in to {
+        let before = from.get(key).copied().unwrap_or_default();
+        let launches = (now.launches + now.nodes - before.launches - before.nodes) as f64;
+        let device_ms = (now.device_ns - before.device_ns) as f64 / 1e6;
+        let share = stages.entry(key.0.to_owned()).or_default();
+        share.launches += launches / DEVICE_STEPS as f64;
+        share.device_ms += device_ms / DEVICE_STEPS as f64;
+    }
+    stages.retain(|_, share| share.launches > 0.0);
+    stages
 }
 
 /// Counts so far.

@@ -498,6 +498,9 @@ pub struct BenchArgs {
     /// Measure in this process and print one JSON object.
     #[arg(long, hide = true)]
     pub one: bool,
+    /// Write JEPA targets for the steps that would be measured to this file.
+    #[arg(long, value_name = "FILE", hide = true)]
+    pub targets: Option<PathBuf>,
 }
 
 impl BenchArgs {

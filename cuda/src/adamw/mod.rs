@@ -7,12 +7,11 @@ mod fused;
 mod plain;
 
 use cubecl::prelude::*;
-use dormouse_reference::adamw::{Adamw, Config, Scalars, State};
-use dormouse_reference::{DType, Dims, Error, Result};
+use dormouse_reference::adamw::{Adamw, Config, Scalars, State, check_config};
+use dormouse_reference::{DType, Dims, Error, Result, check_apart, check_one};
 
 use crate::arm::{Arm, Mutant};
 use crate::device::Device;
-use crate::ranges;
 use crate::runtime::Engine;
 use crate::tensor::Tensor;
 
@@ -52,15 +51,9 @@ impl<R: Engine> Adamw for Device<R> {
             dims.bind(name, buffer.shape(), &["P"])?;
         }
         check_config(config, dims.get("P"))?;
-        for (i, (arg, buffer)) in buffers.iter().enumerate() {
-            if let Some((other, _)) = buffers[..i].iter().find(|(_, other)| buffer.shares_allocation(other)) {
-                return Err(Error::Aliased { op: OP, arg, other });
-            }
-        }
+        check_apart(OP, &buffers, |a, b| a.shares_allocation(b))?;
         for (arg, scalar) in scalars.clone().named() {
-            if scalar.shape() != [1] {
-                return Err(Error::Shape { op: OP, arg, expected: "[1]".to_owned(), got: scalar.shape().to_vec() });
-            }
+            check_one(OP, arg, scalar.shape())?;
         }
         let State { params, grads, m, v } = state;
         let Scalars { lr, scale, apply, updates } = scalars;
@@ -83,26 +76,6 @@ impl<R: Engine> Adamw for Device<R> {
             Arm::Fused => fused::update(self, config, &state, &scalars),
         }
     }
-}
-
-fn check_config(config: &Config, len: usize) -> Result<()> {
-    let refuse = |field, expected: &str, got: f64| {
-        Err(Error::Config { op: OP, field, expected: expected.to_owned(), got: got.to_string() })
-    };
-    for (field, beta) in [("beta1", config.beta1), ("beta2", config.beta2)] {
-        if !(0.0..1.0).contains(&beta) {
-            return refuse(field, "at least 0 and less than 1", beta);
-        }
-    }
-    if !(config.eps > 0.0 && config.eps.is_finite()) {
-        return refuse("eps", "greater than zero, since a zero gradient would divide by zero", config.eps);
-    }
-    for group in &config.groups {
-        if !(group.weight_decay >= 0.0 && group.weight_decay.is_finite()) {
-            return refuse("groups.weight_decay", "at least 0", group.weight_decay);
-        }
-    }
-    ranges::check(OP, "groups", config.groups.iter().map(|group| &group.range), len)
 }
 
 impl Factors {

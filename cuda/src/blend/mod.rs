@@ -5,8 +5,8 @@
 mod fused;
 mod plain;
 
-use dormouse_reference::blend::{Blend, Config, Grads, Inputs, Outputs};
-use dormouse_reference::{Dims, Error, Result, controller};
+use dormouse_reference::blend::{Blend, Config, Grads, Inputs, Outputs, bind, check_config};
+use dormouse_reference::{Dims, Result, controller};
 
 use crate::arm::{Arm, Mutant};
 use crate::device::Device;
@@ -44,6 +44,10 @@ struct Sizes {
 }
 
 impl Sizes {
+    fn of(dims: &Dims) -> Self {
+        Self { rows: dims.get("N"), width: dims.get("D"), experts: dims.get("E") }
+    }
+
     /// The lengths as arguments of a kernel.
     fn words(self) -> [u32; 3] {
         [self.rows, self.width, self.experts].map(|n| n as u32)
@@ -70,7 +74,7 @@ impl<R: Engine> Blend for Device<R> {
     fn forward(&self, config: &Config, inputs: Inputs<&Tensor>) -> Result<(Outputs<Tensor>, Saved)> {
         const OP: &str = "blend::forward";
         check_config(OP, config)?;
-        let (sizes, _) = bind(OP, &inputs)?;
+        let sizes = Sizes::of(&bind(OP, inputs.clone().map(|_, x| x.shape()))?);
         self.check_floats(OP, &inputs.clone().named())?;
         let y = self.float_scratch(inputs.attn.shape())?;
         let lam_max = config.lam_max as f32;
@@ -86,8 +90,9 @@ impl<R: Engine> Blend for Device<R> {
         const OP: &str = "blend::backward";
         check_config(OP, config)?;
         let (inputs, dy) = (saved.inputs.as_ref(), upstream.y);
-        let (sizes, mut dims) = bind(OP, &inputs)?;
+        let mut dims = bind(OP, inputs.clone().map(|_, x| x.shape()))?;
         dims.bind_rows("y", dy.shape(), "N", &["D"])?;
+        let sizes = Sizes::of(&dims);
         self.check_floats(OP, &inputs.clone().named())?;
         self.check_floats(OP, &[("y", dy)])?;
         let dgates = self.float_scratch(inputs.gates.shape())?;
@@ -104,41 +109,5 @@ impl<R: Engine> Blend for Device<R> {
             Arm::Fused => fused::backward(self, &inputs, sizes, lam_max, dy, &into)?,
         }
         Ok(Grads { dgates, dattn, ddense, dexperts, dmemory })
-    }
-}
-
-fn check_config(op: &'static str, config: &Config) -> Result<()> {
-    if (0.0..=1.0).contains(&config.lam_max) {
-        return Ok(());
-    }
-    Err(Error::Config {
-        op,
-        field: "lam_max",
-        expected: "from 0 to 1, since memory and dense layer share one weight".to_owned(),
-        got: config.lam_max.to_string(),
-    })
-}
-
-/// Checks the shapes of the inputs.
-fn bind(op: &'static str, inputs: &Inputs<&Tensor>) -> Result<(Sizes, Dims)> {
-    let mut dims = Dims::new(op);
-    dims.bind_rows("attn", inputs.attn.shape(), "N", &["D"])?;
-    dims.bind_rows("dense", inputs.dense.shape(), "N", &["D"])?;
-    if let Some(memory) = inputs.memory {
-        dims.bind_rows("memory", memory.shape(), "N", &["D"])?;
-    }
-    dims.bind("experts", &stacked(inputs.experts.shape()), &["E", "N", "D"])?;
-    dims.positive(&["D", "E"])?;
-    dims.set("3+E", FIXED_GATES + dims.get("E"), "experts");
-    dims.bind_rows("gates", inputs.gates.shape(), "N", &["3+E"])?;
-    let sizes = Sizes { rows: dims.get("N"), width: dims.get("D"), experts: dims.get("E") };
-    Ok((sizes, dims))
-}
-
-/// `[E, .., D]` as `[E, N, D]`.
-fn stacked(shape: &[usize]) -> Vec<usize> {
-    match shape {
-        [first, middle @ .., last] => vec![*first, middle.iter().product(), *last],
-        _ => shape.to_vec(),
     }
 }

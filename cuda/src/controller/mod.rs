@@ -9,8 +9,10 @@ mod fused;
 mod plain;
 
 use cubecl::prelude::*;
-use dormouse_reference::controller::{Config, Controller, FIXED_GATES, Grads, Inputs, Outputs, Params};
-use dormouse_reference::{Dims, Error, Precision, Result};
+use dormouse_reference::controller::{
+    Config, Controller, FIXED_GATES, Grads, Inputs, Outputs, Params, bind_weight, check_config,
+};
+use dormouse_reference::{Dims, Precision, Result};
 
 use crate::arm::{Arm, Mutant};
 use crate::device::Device;
@@ -162,25 +164,6 @@ pub(crate) fn sigmoid(x: f32) -> f32 {
         numerator = 1.0f32;
     }
     numerator / (1.0f32 + e)
-}
-
-fn check_config(op: &'static str, config: &Config) -> Result<()> {
-    if config.experts >= 1 {
-        return Ok(());
-    }
-    Err(Error::Config {
-        op,
-        field: "experts",
-        expected: "at least 1, since the softmax has no empty form".to_owned(),
-        got: config.experts.to_string(),
-    })
-}
-
-/// Checks the weight; needs D bound.
-fn bind_weight(dims: &mut Dims, config: &Config, shape: &[usize]) -> Result<()> {
-    dims.set("2D", 2 * dims.get("D"), "c");
-    dims.set("3+E", FIXED_GATES + config.experts, "config.experts");
-    dims.bind("weight", shape, &["2D", "3+E"])
 }
 
 fn sizes(dims: &Dims, config: &Config) -> Sizes {

@@ -11,7 +11,7 @@ mod plain;
 
 use cubecl::prelude::*;
 use dormouse_reference::cross_entropy::{Config, CrossEntropy, Grads, Inputs, Outputs};
-use dormouse_reference::{Dims, Error, Result};
+use dormouse_reference::{Dims, Error, Result, check_one};
 
 use crate::arm::{Arm, Mutant};
 use crate::device::Device;
@@ -211,10 +211,7 @@ impl<R: Engine> CrossEntropy for Device<R> {
         let (Saved { logits, targets, stats, share, arm }, dloss) = (saved, upstream.loss);
         check_ids(self, OP, "targets", targets)?;
         self.check_floats(OP, &[("logits", logits), ("stats", stats), ("share", share), ("loss", dloss)])?;
-        if dloss.shape() != [1] {
-            let expected = "[1]".to_owned();
-            return Err(Error::Shape { op: OP, arg: "loss", expected, got: dloss.shape().to_vec() });
-        }
+        check_one(OP, "loss", dloss.shape())?;
         let (rows, classes) = (targets.len(), logits.shape()[logits.shape().len() - 1]);
         let dlogits = self.float_scratch(logits.shape())?;
         let given = config.denominator.map(share_of);

@@ -5,8 +5,8 @@
 mod fused;
 mod plain;
 
-use dormouse_reference::decay_gate::{Config, DecayGate, Grads, Inputs, Kind, Outputs, Params, STRONGEST_BOUND};
-use dormouse_reference::{Dims, Error, Result};
+use dormouse_reference::decay_gate::{Config, DecayGate, Grads, Inputs, Kind, Outputs, Params, check_config};
+use dormouse_reference::{Dims, Result};
 
 use crate::arm::{Arm, Mutant};
 use crate::device::Device;
@@ -126,29 +126,4 @@ fn sizes(config: &Config, dims: &Dims) -> Sizes {
     };
     let [batch, time, heads, keys] = ["B", "T", "H", "K"].map(|axis| dims.get(axis));
     Sizes { rows: batch * time, heads, keys, bounded, lower_bound, beta_scale: config.beta_scale as f32 }
-}
-
-fn check_config(op: &'static str, config: &Config) -> Result<()> {
-    if let Kind::Bounded { lower_bound } = config.kind
-        && !(STRONGEST_BOUND..0.0).contains(&lower_bound)
-    {
-        return Err(Error::Config {
-            op,
-            field: "lower_bound",
-            expected: format!(
-                "from {STRONGEST_BOUND} to below 0, since a stronger decay overflows f32 within a tile of 16 tokens; \
-                 the softplus gate has no bound"
-            ),
-            got: lower_bound.to_string(),
-        });
-    }
-    if config.beta_scale == 1.0 || config.beta_scale == 2.0 {
-        return Ok(());
-    }
-    Err(Error::Config {
-        op,
-        field: "beta_scale",
-        expected: "1 or 2, since beyond 2 the delta rule diverges".to_owned(),
-        got: config.beta_scale.to_string(),
-    })
 }

@@ -46,16 +46,20 @@ impl<R: Engine> Device<R> {
         second: &mut dyn FnMut(&Self) -> Result<()>,
     ) -> Result<()> {
         // Hidden in every mode: all runs of a step lay out the same memory.
-        let copies = self.copies().count();
-        let mut hidden = None;
-        let mut hide = || hidden = Some(self.copies().hide_from(copies));
+        let copies = self.copies().next();
         let Branches { here, taken, largest } = &self.branches;
         if self.capturing.borrow().is_none() || taken.get() + 1 >= BRANCHES {
-            first(self)?;
-            hide();
-            second(self)?;
-            hidden.into_iter().for_each(|hidden| self.copies().show(hidden));
-            return Ok(());
+            // Which comes first is nobody's business; gate det asks for both.
+            let reversed = self.reversed.get();
+            if reversed {
+                second(self)?
+            } else {
+                first(self)?
+            }
+            self.copies().hide_from(copies);
+            let ran = if reversed { first(self) } else { second(self) };
+            self.copies().show();
+            return ran;
         }
         let (before, largest_before) = (taken.get(), largest.get());
         taken.set(before + 1);
@@ -63,7 +67,7 @@ impl<R: Engine> Device<R> {
         let start = R::dependencies(&self.client)?;
         let outside = here.replace(before + 1);
         first(self)?;
-        hide();
+        self.copies().hide_from(copies);
         here.set(outside);
         // Branches inside the first piece may run beside those inside the second.
         taken.set(largest.get());
@@ -71,7 +75,7 @@ impl<R: Engine> Device<R> {
         R::depend(&self.client, start, false)?;
         second(self)?;
         R::depend(&self.client, end, true)?;
-        hidden.into_iter().for_each(|hidden| self.copies().show(hidden));
+        self.copies().show();
         // Joined: what follows runs beside neither.
         taken.set(before);
         largest.set(largest.get().max(largest_before));

@@ -17,6 +17,7 @@ use super::{FIT, Gather, Mix, STEM, Saved, Scatter, Sizes, Unmix, gate_of, place
 use crate::device::Device;
 use crate::launch::Grid;
 use crate::rows;
+use crate::runs::{self, NONE};
 use crate::runtime::Engine;
 use crate::sigmoid::sigmoids;
 use crate::tensor::{Floats, Words};
@@ -29,13 +30,6 @@ const CHUNKS: u32 = 4;
 
 /// Places, and units, of a cube.
 const PLACES: u32 = CHUNK * CHUNKS;
-
-/// Marks the absence of a row. Rows are far below it.
-const NONE: u32 = u32::MAX;
-
-/// Columns of a cube that adds up parts of runs, and how many units share a column.
-const COLUMNS: u32 = 32;
-const LANES: u32 = 8;
 
 /// e = table[row]. One unit, one element: neighbours read neighbouring columns. `nan` is what a row outside the table
 /// gives.
@@ -336,62 +330,6 @@ fn runs_kernel(
     }
 }
 
-/// Adds up the parts of a run that goes on over several chunks. A cube has the chunk where the run begins and a block
-/// of columns; each of its lanes adds every [`LANES`]-th part, first to last, and the first lane adds up the lanes.
-///
-/// Mutants: 11 drops the parts of chunks that the run does not begin in, 12 drops the one where it does.
-#[cube(launch_unchecked)]
-fn long_runs_kernel(
-    partial: &Floats,
-    marks: &Words,
-    dtable: &mut Floats,
-    chunks: u32,
-    width: u32,
-    #[comptime] mutant: u32,
-) {
-    let (chunks, width) = (chunks as usize, width as usize);
-    let columns = comptime!(COLUMNS as usize);
-    let lanes = comptime!(LANES as usize);
-    let (x_unit, lane) = (UNIT_POS as usize % columns, UNIT_POS as usize / columns);
-    let across = width.div_ceil(columns);
-    let number = CUBE_POS / across;
-    let column = CUBE_POS % across * columns + x_unit;
-    let mut shared = SharedMemory::<f32>::new(comptime!((COLUMNS * LANES) as usize));
-    let mut id = comptime!(NONE).runtime();
-    if number < chunks && column < width {
-        id = marks.at(2 * number + 1);
-    }
-    let here = id != comptime!(NONE);
-    let mut sum = 0.0f32;
-    if here {
-        let mut other = number + 1 + lane;
-        let mut more = other < chunks;
-        while more {
-            more = marks.at(2 * other) == id;
-            if more {
-                if comptime!(mutant != 11) {
-                    sum += partial.at(2 * other * width + column);
-                }
-                other += lanes;
-                more = other < chunks;
-            }
-        }
-    }
-    shared[UNIT_POS as usize] = sum;
-    sync_cube();
-    if here && lane == 0 {
-        let mut all = partial.at((2 * number + 1) * width + column);
-        if comptime!(mutant == 12) {
-            all = 0.0f32;
-        }
-        for other in 0..lanes {
-            all += shared[other * columns + x_unit];
-        }
-        let to = id as usize * width + column;
-        dtable.set(to, dtable.at(to) + all);
-    }
-}
-
 /// Looks every row up.
 pub(super) fn gather<R: Engine>(b: &Device<R>, call: &Gather<'_>) -> Result<()> {
     let Gather { rows, table, e, sizes } = *call;
@@ -465,15 +403,11 @@ pub(super) fn scatter<R: Engine>(b: &Device<R>, call: &Scatter<'_>) -> Result<()
             )
         }
     })?;
-    if chunks == 1 {
-        return Ok(());
-    }
-    let grid = Grid::cubes(chunks * width.div_ceil(COLUMNS as usize), COLUMNS * LANES);
-    let bytes = marks.bytes() + partial.bytes();
-    b.launch("engram::long_runs", grid, bytes, &[&partial, &marks, dtable], |client, count, dim| {
-        let (c, w) = (chunks as u32, width as u32);
-        let (partial, marks, dtable) = (b.floats(&partial), b.words(&marks), b.floats(dtable));
-        // SAFETY: a chunk whose first row is that of a run begun before it has that run's part in `partial`.
-        unsafe { long_runs_kernel::launch_unchecked::<R>(client, count, dim, partial, marks, dtable, c, w, mutant) }
-    })
+    // Mutants: 11 drops the parts of chunks that a run does not begin in, 12 drops the one where it does.
+    let fault = match mutant {
+        11 => runs::OTHERS_DROPPED,
+        12 => runs::FIRST_DROPPED,
+        _ => runs::NO_FAULT,
+    };
+    runs::add(b, "engram::long_runs", &partial, &marks, dtable, fault)
 }

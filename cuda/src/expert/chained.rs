@@ -56,6 +56,13 @@ pub(super) struct Saved {
     side: Tensor,
 }
 
+impl Saved {
+    /// One of its tensors.
+    pub fn first(&self) -> &Tensor {
+        &self.up_a
+    }
+}
+
 /// The three chains of a call.
 #[derive(Clone, Copy)]
 pub(super) struct Plans {

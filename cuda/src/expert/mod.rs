@@ -19,8 +19,8 @@ mod pack;
 mod plain;
 mod words;
 
-use dormouse_reference::expert::{Config, Expert, Ffn, Grads, Inputs, Outputs, Params};
-use dormouse_reference::{Dims, Error, FactorFormat, Precision, Result};
+use dormouse_reference::expert::{Config, Expert, Ffn, Grads, Inputs, Outputs, Params, bind_params, check_gate};
+use dormouse_reference::{Dims, FactorFormat, Precision, Result, stacked};
 
 use crate::arm::{Arm, Mutant};
 use crate::device::Device;
@@ -202,6 +202,10 @@ impl<R: Engine> Expert for Device<R> {
             reads.extend([("h", h), ("act", act)]);
             reads.extend(g.as_ref().map(|g| ("g", g)));
         }
+        if let Way::Chained(kept) = way {
+            // What one call leaves is as old as this.
+            reads.push(("saved", kept.first()));
+        }
         reads.extend(params.as_ref().named());
         reads.extend(used.as_ref().named());
         if let Some(plus) = plus {
@@ -260,41 +264,6 @@ fn down<'a>(params: &Params<&'a Tensor>) -> Factors<'a> {
 /// The factors of the map gate, if there is one.
 fn gate<'a>(params: &Params<&'a Tensor>) -> Option<Factors<'a>> {
     Some(Factors { u: params.gate_u?, s: params.gate_s?, v: params.gate_v? })
-}
-
-fn check_gate<X>(op: &'static str, ffn: Ffn, params: &Params<X>) -> Result<()> {
-    let present =
-        [("gate_u", params.gate_u.is_some()), ("gate_s", params.gate_s.is_some()), ("gate_v", params.gate_v.is_some())];
-    for (arg, present) in present {
-        if present != (ffn == Ffn::Swiglu) {
-            let expected = match ffn {
-                Ffn::Silu => "absent because `ffn` is Silu",
-                Ffn::Swiglu => "present because `ffn` is Swiglu",
-            };
-            return Err(Error::Presence { op, arg, expected, got: if present { "present" } else { "absent" } });
-        }
-    }
-    Ok(())
-}
-
-fn bind_params(dims: &mut Dims, params: Params<&[usize]>) -> Result<()> {
-    for (arg, shape) in params.named() {
-        let symbols: &[&str] = match arg {
-            "up_u" | "gate_u" | "down_v" => &["E", "D", "R"],
-            "up_v" | "gate_v" | "down_u" => &["E", "F", "R"],
-            _ => &["E", "R"],
-        };
-        dims.bind(arg, shape, symbols)?;
-    }
-    Ok(())
-}
-
-/// `[E, .., D]` as `[E, N, D]`.
-fn stacked(shape: &[usize]) -> Vec<usize> {
-    match shape {
-        [first, middle @ .., last] => vec![*first, middle.iter().product(), *last],
-        _ => shape.to_vec(),
-    }
 }
 
 fn sizes(dims: &Dims, config: &Config) -> Sizes {

@@ -5,8 +5,8 @@
 mod fused;
 mod plain;
 
-use dormouse_reference::gated_rms_norm::{Config, GatedRmsNorm, Grads, Inputs, Outputs, Params};
-use dormouse_reference::{Dims, Error, Result};
+use dormouse_reference::gated_rms_norm::{Config, GatedRmsNorm, Grads, Inputs, Outputs, Params, check_config};
+use dormouse_reference::{Dims, Result};
 
 use crate::arm::{Arm, Mutant};
 use crate::device::Device;
@@ -106,16 +106,4 @@ impl<R: Engine> GatedRmsNorm for Device<R> {
             Arm::Fused => fused::backward(self, saved, &call),
         }
     }
-}
-
-fn check_config(op: &'static str, config: &Config) -> Result<()> {
-    if config.eps > 0.0 && config.eps.is_finite() {
-        return Ok(());
-    }
-    Err(Error::Config {
-        op,
-        field: "eps",
-        expected: "greater than zero, since a zero row would divide by zero".to_owned(),
-        got: config.eps.to_string(),
-    })
 }

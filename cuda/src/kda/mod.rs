@@ -54,7 +54,7 @@ mod prep;
 pub(crate) mod tile;
 
 use cubecl::prelude::*;
-use dormouse_reference::kda::{Config, Form, Grads, Inputs, Kda, Outputs, check_shapes, state_symbols};
+use dormouse_reference::kda::{Config, Grads, Inputs, Kda, Outputs, check_config, check_shapes, state_symbols};
 use dormouse_reference::{Dims, Error, Precision, Result};
 
 use crate::arm::{Arm, Mutant};
@@ -215,6 +215,10 @@ impl<R: Engine> Kda for Device<R> {
             dims.bind("final_state", last.shape(), state_symbols(call.sizes.packed))?;
         }
         self.check_floats(OP, &upstream.clone().named())?;
+        if let Kept::Plain { states } | Kept::Fused(Fused { states, .. }) = &saved.kept {
+            // What one call leaves is as old as its states.
+            self.check_life(OP, "saved", states)?;
+        }
         check_precision(OP, config, saved.arm)?;
         self.note_backward(STEM, saved.arm);
         let like = |input: Option<&Tensor>| input.map(|x| self.float_scratch(x.shape())).transpose();
@@ -293,23 +297,6 @@ fn check<'a, R: Engine>(
     let scale = config.scale.unwrap_or_else(|| (sizes.key as f64).powf(-0.5)) as f32;
     let math = tile::Math { precision: config.precision, cuda: b.matrix_units() };
     Ok((Call { inputs, sizes, scale, math }, dims))
-}
-
-fn check_config(op: &'static str, config: &Config) -> Result<()> {
-    let refuse =
-        |field, expected: &str, got: String| Err(Error::Config { op, field, expected: expected.to_owned(), got });
-    if let Some(scale) = config.scale
-        && !scale.is_finite()
-    {
-        return refuse("scale", "finite, or none for K^(-1/2)", scale.to_string());
-    }
-    if config.form == (Form::Chunked { chunk: 0 }) {
-        return refuse("chunk", "at least 1", "0".to_owned());
-    }
-    if config.checkpoint_every == 0 {
-        return refuse("checkpoint_every", "at least 1", "0".to_owned());
-    }
-    Ok(())
 }
 
 /// The yardstick rounds nothing.

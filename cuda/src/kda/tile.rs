@@ -231,15 +231,20 @@ fn emulated(
     }
 }
 
-/// `x` rounded as an operand: bf16 to the nearest, ties to even; tf32 to the nearest, ties away from zero.
+/// `x` rounded as an operand: bf16 to the nearest, ties to even; tf32 to the nearest, ties away from zero. NaN and the
+/// infinities stay.
 #[cube]
 fn rounded(x: f32, #[comptime] precision: Precision) -> f32 {
     let bits = u32::reinterpret(x);
-    if comptime!(matches!(precision, Precision::Bf16)) {
-        f32::reinterpret((bits + 0x7fffu32 + ((bits >> 16u32) & 1u32)) & 0xffff_0000u32)
-    } else {
-        f32::reinterpret((bits + 0x1000u32) & 0xffff_e000u32)
+    let mut result = x;
+    if bits & 0x7f80_0000u32 != 0x7f80_0000u32 {
+        if comptime!(matches!(precision, Precision::Bf16)) {
+            result = f32::reinterpret((bits + 0x7fffu32 + ((bits >> 16u32) & 1u32)) & 0xffff_0000u32);
+        } else {
+            result = f32::reinterpret((bits + 0x1000u32) & 0xffff_e000u32);
+        }
     }
+    result
 }
 
 /// `x` as an operand of matrix units.

@@ -5,8 +5,8 @@
 mod fused;
 mod plain;
 
-use dormouse_reference::l2_norm::{Config, Grads, Inputs, L2Norm, Outputs};
-use dormouse_reference::{Dims, Error, Result};
+use dormouse_reference::l2_norm::{Config, Grads, Inputs, L2Norm, Outputs, check_config};
+use dormouse_reference::{Dims, Result};
 
 use crate::arm::{Arm, Mutant};
 use crate::device::Device;
@@ -85,16 +85,4 @@ impl<R: Engine> L2Norm for Device<R> {
         };
         Ok(Grads { dx })
     }
-}
-
-fn check_config(op: &'static str, config: &Config) -> Result<()> {
-    if config.eps > 0.0 && config.eps.is_finite() {
-        return Ok(());
-    }
-    Err(Error::Config {
-        op,
-        field: "eps",
-        expected: "greater than zero, since a zero row would divide by zero".to_owned(),
-        got: config.eps.to_string(),
-    })
 }

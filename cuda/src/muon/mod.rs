@@ -16,7 +16,7 @@ mod write;
 
 use cubecl::prelude::*;
 use dormouse_reference::muon::{Batching, COEFFICIENTS, Config, Matrix, Muon, NOISE, Scalars, State, check_config};
-use dormouse_reference::{Dims, Error, Result};
+use dormouse_reference::{Dims, Result, check_apart, check_one};
 
 use crate::arm::{Arm, Mutant};
 use crate::device::Device;
@@ -144,15 +144,9 @@ impl<R: Engine> Muon for Device<R> {
             dims.bind(name, buffer.shape(), &["P"])?;
         }
         check_config(config, dims.get("P"))?;
-        for (i, (arg, buffer)) in buffers.iter().enumerate() {
-            if let Some((other, _)) = buffers[..i].iter().find(|(_, other)| buffer.shares_allocation(other)) {
-                return Err(Error::Aliased { op: OP, arg, other });
-            }
-        }
+        check_apart(OP, &buffers, |a, b| a.shares_allocation(b))?;
         for (arg, scalar) in scalars.clone().named() {
-            if scalar.shape() != [1] {
-                return Err(Error::Shape { op: OP, arg, expected: "[1]".to_owned(), got: scalar.shape().to_vec() });
-            }
+            check_one(OP, arg, scalar.shape())?;
         }
         let State { params, grads, m } = state;
         let Scalars { lr, apply } = scalars;

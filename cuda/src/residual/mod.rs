@@ -6,7 +6,7 @@ mod fused;
 mod plain;
 
 use dormouse_reference::residual::{Config, Grads, Inputs, Outputs, Params, Residual};
-use dormouse_reference::{Dims, Error, Result};
+use dormouse_reference::{Dims, Result, check_one};
 
 use crate::arm::{Arm, Mutant};
 use crate::device::Device;
@@ -47,7 +47,7 @@ impl<R: Engine> Residual for Device<R> {
         dims.bind_rows("c", c.shape(), "N", &["D"])?;
         dims.bind_rows("y", y.shape(), "N", &["D"])?;
         dims.positive(&["D"])?;
-        check_rho(OP, rho)?;
+        check_one(OP, "rho", rho.shape())?;
         self.check_floats(OP, &[("c", c), ("y", y), ("rho", rho)])?;
         let h = self.float_scratch(c.shape())?;
         let arm = self.forward_arm(STEM);
@@ -70,7 +70,7 @@ impl<R: Engine> Residual for Device<R> {
         let mut dims = Dims::new(OP);
         dims.bind_rows("y", y.shape(), "N", &["D"])?;
         dims.bind_rows("h", dh.shape(), "N", &["D"])?;
-        check_rho(OP, into.rho)?;
+        check_one(OP, "rho", into.rho.shape())?;
         let reads = [("y", y), ("rho", rho), ("h", dh)];
         self.check_floats(OP, &reads)?;
         self.check_into(OP, "rho", into.rho, &reads)?;
@@ -82,11 +82,4 @@ impl<R: Engine> Residual for Device<R> {
         }
         Ok(Grads { dc: dh.clone(), dy })
     }
-}
-
-fn check_rho(op: &'static str, rho: &Tensor) -> Result<()> {
-    if rho.shape() == [1] {
-        return Ok(());
-    }
-    Err(Error::Shape { op, arg: "rho", expected: "[1]".to_owned(), got: rho.shape().to_vec() })
 }

@@ -9,10 +9,11 @@ mod polar_small;
 mod small;
 
 use cubecl::prelude::*;
-use dormouse_reference::retract::{Config, Outputs, Retract};
-use dormouse_reference::{Dims, Error, Result, Tensors};
+use dormouse_reference::retract::{Config, Outputs, Retract, check_shape};
+use dormouse_reference::{Error, Result, Tensors, check_one};
 
 use crate::arm::{Arm, Mutant};
+use crate::cube::larger;
 use crate::device::Device;
 use crate::runtime::Engine;
 use crate::tensor::Tensor;
@@ -64,9 +65,7 @@ impl<R: Engine> Retract for Device<R> {
         }
         let [e, n, k] = check_shape(factor.shape())?;
         self.check_floats(OP, &[("apply", apply)])?;
-        if apply.shape() != [1] {
-            return Err(Error::Shape { op: OP, arg: "apply", expected: "[1]".to_owned(), got: apply.shape().to_vec() });
-        }
+        check_one(OP, "apply", apply.shape())?;
         self.check_into(OP, "factor", factor, &[("apply", apply)])?;
         let Config { iterations, power_iterations } = *config;
         let arm = self.forward_arm(STEM);
@@ -94,26 +93,6 @@ impl<R: Engine> Retract for Device<R> {
     }
 }
 
-/// The shape as `[E, n, k]`.
-fn check_shape(shape: &[usize]) -> Result<[usize; 3]> {
-    let mut dims = Dims::new(OP);
-    match shape.len() {
-        3 => dims.bind("factor", shape, &["E", "n", "k"])?,
-        _ => dims.bind("factor", shape, &["n", "k"])?,
-    }
-    dims.positive(&["n", "k"])?;
-    let (n, k) = (dims.get("n"), dims.get("k"));
-    if k > n {
-        return Err(Error::Shape {
-            op: OP,
-            arg: "factor",
-            expected: "k <= n, since k columns of length n < k cannot be orthonormal".to_owned(),
-            got: shape.to_vec(),
-        });
-    }
-    Ok([if shape.len() == 3 { shape[0] } else { 1 }, n, k])
-}
-
 /// The golden ratio less 1 as a binary fraction: its first 32 digits and the next 16.
 const GOLDEN_HIGH: u32 = 0x9e37_79b9;
 const GOLDEN_LOW: u32 = 0x7f4a;
@@ -135,4 +114,20 @@ fn start(i: usize) -> f32 {
 #[cube]
 fn eighth_power_mean(size: f32, fourth: f32, k: u32) -> f32 {
     size * (fourth * fourth / f32::cast_from(k)).sqrt().sqrt().sqrt()
+}
+
+/// The larger of the two estimates of |X|_2, from those of A's largest eigenvalue; for the fused arm.
+///
+/// Mutants: 2 leaves out the mean of eighth powers, 6 the power iteration's.
+#[cube]
+fn spectral_norm(size: f32, fourth: f32, eigenvalue: f32, k: u32, #[comptime] mutant: u32) -> f32 {
+    let mut square = eigenvalue;
+    let mut mean = eighth_power_mean(size, fourth, k);
+    if comptime!(mutant == 6) {
+        square = 0.0f32;
+    }
+    if comptime!(mutant == 2) {
+        mean = 0.0f32;
+    }
+    larger(square, mean).sqrt()
 }

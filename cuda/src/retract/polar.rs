@@ -12,7 +12,7 @@ use cubecl::prelude::*;
 use dormouse_reference::Result;
 
 use super::fused::Batch;
-use super::{CONSTANT, LINEAR, MARGIN, PIVOT_FLOOR, SQUARE, eighth_power_mean, start};
+use super::{CONSTANT, LINEAR, MARGIN, PIVOT_FLOOR, SQUARE, spectral_norm, start};
 use crate::cube;
 use crate::device::Device;
 use crate::launch::Grid;
@@ -300,18 +300,7 @@ fn polar_kernel(
             multiply(work, from, from, into, alpha, 0.0f32, 0.0f32, k, &mut of_x, &mut of_y);
         }
         let fourth = square_sum(work, q, k, &mut shared).sqrt();
-        let mut square = eigenvalue;
-        let mut mean = eighth_power_mean(size, fourth, k as u32);
-        if comptime!(mutant == 6) {
-            square = 0.0f32;
-        }
-        if comptime!(mutant == 2) {
-            mean = 0.0f32;
-        }
-        if mean > square {
-            square = mean;
-        }
-        sigma = square.sqrt();
+        sigma = spectral_norm(size, fourth, eigenvalue, k as u32, mutant);
     }
 
     if role == 0 {

@@ -13,7 +13,7 @@
 use cubecl::prelude::*;
 use dormouse_reference::Result;
 
-use super::{CONSTANT, LINEAR, MARGIN, PIVOT_FLOOR, SQUARE, eighth_power_mean, start};
+use super::{CONSTANT, LINEAR, MARGIN, PIVOT_FLOOR, SQUARE, spectral_norm, start};
 use crate::cube::larger;
 use crate::device::Device;
 use crate::launch::Grid;
@@ -266,18 +266,7 @@ fn polar_kernel(
         store(&squared, &mut second, 1.0f32 / size / size);
         let fourth = product(&second, &second, k);
         let fourth = square_sum(&fourth, &mut second).sqrt();
-        let mut square = eigenvalue;
-        let mut mean = eighth_power_mean(size, fourth, k as u32);
-        if comptime!(mutant == 6) {
-            square = 0.0f32;
-        }
-        if comptime!(mutant == 2) {
-            mean = 0.0f32;
-        }
-        if mean > square {
-            square = mean;
-        }
-        sigma = square.sqrt();
+        sigma = spectral_norm(size, fourth, eigenvalue, k as u32, mutant);
     }
 
     if role == 0 {

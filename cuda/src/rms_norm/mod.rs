@@ -5,7 +5,7 @@
 mod fused;
 mod plain;
 
-use dormouse_reference::rms_norm::{Config, Grads, Inputs, Outputs, Params, RmsNorm};
+use dormouse_reference::rms_norm::{Config, Grads, Inputs, Outputs, Params, RmsNorm, check_config};
 use dormouse_reference::{Dims, Error, Result};
 
 use crate::arm::{Arm, Mutant};
@@ -133,16 +133,4 @@ impl<R: Engine> RmsNorm for Device<R> {
 
 fn presence(op: &'static str, arg: &'static str, expected: &'static str, got: &'static str) -> Error {
     Error::Presence { op, arg, expected, got }
-}
-
-fn check_config(op: &'static str, config: &Config) -> Result<()> {
-    if config.eps > 0.0 && config.eps.is_finite() {
-        return Ok(());
-    }
-    Err(Error::Config {
-        op,
-        field: "eps",
-        expected: "greater than zero, since a zero row would divide by zero".to_owned(),
-        got: config.eps.to_string(),
-    })
 }

@@ -323,6 +323,8 @@ impl Engine for Cuda {
     fn end_capture(client: &ComputeClient<Self>) -> Result<Recording, Error> {
         Self::on_device(client, |shared| {
             shared.set_capturing(None);
+            // A recording that has failed has none.
+            let last = Dependencies::of(shared);
             let graph = shared
                 .stream()?
                 .end_capture(sys::CUgraphInstantiate_flags(0))
@@ -333,9 +335,7 @@ impl Engine for Cuda {
             let mut nodes = 0;
             if let Some(graph) = &graph {
                 graph.upload().map_err(shared.call("cuGraphUpload"))?;
-                // SAFETY: the graph is alive; without a list the driver gives the number alone.
-                let counted = unsafe { sys::cuGraphGetNodes(graph.cu_graph(), std::ptr::null_mut(), &mut nodes) };
-                counted.result().map_err(shared.call("cuGraphGetNodes"))?;
+                nodes = last?.check_joined(shared, graph.cu_graph())?;
             }
             Ok(Recording(graph, nodes))
         })

@@ -17,14 +17,12 @@ use cubecl::prelude::*;
 use dormouse_reference::{DType, Result, Tensors};
 
 use super::{Call, INFINITY, STEM, decide, magnitude, not_finite};
+use crate::cube::{self, UNITS};
 use crate::device::Device;
 use crate::launch::Grid;
 use crate::ranges;
 use crate::runtime::Engine;
 use crate::tensor::{Floats, Tensor, Words};
-
-/// Units of a cube.
-const UNITS: u32 = 256;
 
 /// Elements of a unit before there are more cubes of them than [`CUBES`].
 const ELEMENTS: usize = 8;
@@ -122,9 +120,9 @@ fn measure_kernel(
     }
     let mut floats = SharedMemory::<f32>::new(comptime!(UNITS as usize));
     let mut counts = SharedMemory::<u32>::new(comptime!(UNITS as usize));
-    let large = cube_sum(large, &mut floats);
-    let middle = cube_sum(middle, &mut floats);
-    let small = cube_sum(small, &mut floats);
+    let large = cube::total(large, &mut floats);
+    let middle = cube::total(middle, &mut floats);
+    let small = cube::total(small, &mut floats);
     let bad = cube_count(bad, &mut counts);
     if UNIT_POS == 0 && CUBE_POS < cubes as usize {
         let place = row as usize + CUBE_POS;
@@ -179,9 +177,9 @@ fn decide_kernel(
     }
     let mut floats = SharedMemory::<f32>::new(comptime!(UNITS as usize));
     let mut counts = SharedMemory::<u32>::new(comptime!(UNITS as usize));
-    let large = cube_sum(large, &mut floats);
-    let middle = cube_sum(middle, &mut floats);
-    let small = cube_sum(small, &mut floats);
+    let large = cube::total(large, &mut floats);
+    let middle = cube::total(middle, &mut floats);
+    let small = cube::total(small, &mut floats);
     let bad = cube_count(bad, &mut counts);
     if me == 0 {
         // norm = root * unit, where unit is a power of two and root has no range to leave.
@@ -211,27 +209,7 @@ fn decide_kernel(
     }
 }
 
-/// The sum over the units of a cube, in halves. Every unit must call it; `shared` has [`UNITS`] elements.
-#[cube]
-fn cube_sum(value: f32, shared: &mut SharedMemory<f32>) -> f32 {
-    let me = UNIT_POS as usize;
-    shared[me] = value;
-    sync_cube();
-    #[unroll]
-    for level in 0..8u32 {
-        let half = comptime!(128usize >> level as usize);
-        if me < half {
-            shared[me] = shared[me] + shared[me + half];
-        }
-        sync_cube();
-    }
-    let total = shared[0];
-    // The next call writes the same memory.
-    sync_cube();
-    total
-}
-
-/// [`cube_sum`] of integers.
+/// [`cube::total`] of integers.
 #[cube]
 fn cube_count(value: u32, shared: &mut SharedMemory<u32>) -> u32 {
     let me = UNIT_POS as usize;

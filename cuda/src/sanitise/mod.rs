@@ -9,7 +9,7 @@ mod fused;
 mod plain;
 
 use cubecl::prelude::*;
-use dormouse_reference::sanitise::{Config, Outputs, Sanitise};
+use dormouse_reference::sanitise::{Config, Outputs, Sanitise, check_config};
 use dormouse_reference::{DType, Dims, Error, Result, Tensors};
 
 use crate::arm::{Arm, Mutant};
@@ -50,7 +50,7 @@ impl<R: Engine> Sanitise for Device<R> {
     fn update(&self, config: &Config, grads: &Tensor, losses: &Tensor, counters: &Tensor) -> Result<Outputs<Tensor>> {
         let mut dims = Dims::new(OP);
         dims.bind("grads", grads.shape(), &["P"])?;
-        check_config(config, grads.len())?;
+        check_config(OP, config, grads.len())?;
         if counters.shape() != [4] {
             let got = counters.shape().to_vec();
             return Err(Error::Shape { op: OP, arg: "counters", expected: "[4]".to_owned(), got });
@@ -79,20 +79,6 @@ impl<R: Engine> Sanitise for Device<R> {
         let one = |place| self.view(&outputs, place, &[1]);
         Ok(Outputs { norm: one(0)?, nonfinite: one(1)?, scale: one(2)?, apply: one(3)? })
     }
-}
-
-fn check_config(config: &Config, len: usize) -> Result<()> {
-    if let Some(max_norm) = config.max_norm
-        && !(max_norm > 0.0 && max_norm.is_finite())
-    {
-        return Err(Error::Config {
-            op: OP,
-            field: "max_norm",
-            expected: "greater than zero; use None for no clipping".to_owned(),
-            got: max_norm.to_string(),
-        });
-    }
-    ranges::check(OP, "clip", config.clip.iter(), len)
 }
 
 /// Bits of infinity: magnitudes from here on are not finite.

@@ -34,12 +34,13 @@ where
     .outcome(O::STEM, Gate::Det, context)
 }
 
-/// The gate for a device, whose threads are its own: two runs of every case have the same bits.
+/// The gate for a device, whose threads are its own: every case has the same bits again, with pieces of work that may run
+/// at the same time in the other order, which is what `reversed` does.
 #[inline(never)]
-pub fn gate_device<O: Operation>(runner: &dyn Runner<O>, context: &Context) -> Outcome {
+pub fn gate_device<O: Operation>(runner: &dyn Runner<O>, reversed: &dyn Runner<O>, context: &Context) -> Outcome {
     over_device_cases::<O>(Gate::Det, context, |case, rng| {
         let (inputs, upstream, first) = full_run(runner, case, rng)?;
-        let again = runner.run(&case.config, &inputs, upstream.as_ref()).map_err(text)?;
+        let again = reversed.run(&case.config, &inputs, upstream.as_ref()).map_err(text)?;
         equal_bits(&again, &first)?;
         Ok(0.0)
     })

@@ -9,10 +9,11 @@ use std::cell::RefCell;
 
 use dormouse_reference::{Precision, Reference};
 use ndarray::ArrayD;
+use rand_chacha::ChaCha8Rng;
 
 use super::{Context, Outcome, draw_upstream, over_some_cases, passed, rms_of_draws, text, usual_sizes};
 use crate::compare::{Measures, Tolerance, WIDEST, compare};
-use crate::description::{Case, Gate, Operation, OperationOn};
+use crate::description::{Case, Gate, Operation, OperationOn, Run};
 use crate::draw;
 use crate::named::{Named, Values};
 use crate::runner::{OnBackend, Runner};
@@ -31,7 +32,7 @@ pub struct Figures {
     pub tolerance: Tolerance,
 }
 
-/// Draws of a case until one can be compared at a low precision; the last one is taken as it is.
+/// Draws of a case until one can be compared at a low precision.
 ///
 /// Where the derived bound of a tensor is wider than the comparator takes, the reference runs [`MOVES`] times more with
 /// every operand moved by [`operand_rounding`], which is more than twice the rms of what rounding does in bf16. A draw
@@ -69,60 +70,10 @@ fn run<O: Operation>(
     context: &Context,
     wanted: &dyn Fn(&Case<O::Config>) -> bool,
 ) -> (Outcome, Vec<Figures>) {
-    // Integers travel as integers, so nothing rounds them.
-    let rounded = |values: &Values| {
-        values.map(
-            |name, v: &ArrayD<f64>| {
-                if O::integers().contains(&name) { v.clone() } else { v.mapv(|x| f64::from(x as f32)) }
-            },
-        )
-    };
     let figures = RefCell::new(Vec::new());
     let outcome = over_some_cases::<O>(Gate::Diff, context, wanted, &|case, rng| {
-        let low = precision != Precision::Full && O::PRODUCTS > 0;
-        let mut moves = draw::stream(context.seed, &[O::STEM, "operands", &case.name]);
-        let mut draws = 0;
-        let (inputs, upstream, want, usual_outputs, usual_grads) = loop {
-            let inputs = rounded(&O::draw(case, rng));
-            let forward = reference.run(&case.config, &inputs, None).map_err(text)?;
-            let upstream = O::NO_GRADIENT.is_none().then(|| rounded(&draw_upstream::<O>(case, &forward.outputs, rng)));
-            let want = reference.run(&case.config, &inputs, upstream.as_ref()).map_err(text)?;
-            let usual_grads = usual_sizes::<O>(case, &want, rng, |upstream| {
-                reference.run(&case.config, &inputs, Some(upstream)).map_err(text)
-            })?;
-            // A few sums of products may be small by chance, and rounded operands show it where f32 does not.
-            let usual_outputs = match low {
-                false => Named::new(),
-                true => rms_of_draws(&want.outputs, || {
-                    Ok(reference.run(&case.config, &rounded(&O::draw(case, rng)), None).map_err(text)?.outputs)
-                })?,
-            };
-            draws += 1;
-            if !low || draws == MOST_DRAWS {
-                break (inputs, upstream, want, usual_outputs, usual_grads);
-            }
-            // What a format makes of a master may jump; its numbers are operands that low precision has, or nearly.
-            let fixed = [O::integers(), O::straight_through(&case.config)];
-            let mut moved = |values: &Values| {
-                values.map(|name, v: &ArrayD<f64>| match fixed.iter().any(|names| names.contains(&name)) {
-                    true => v.clone(),
-                    false => v * &(draw::normal(&mut moves, v.shape()) * operand_rounding(precision) + 1.0),
-                })
-            };
-            let mut farthest = 0.0f64;
-            for _ in 0..MOVES {
-                let (inputs, upstream) = (moved(&inputs), upstream.as_ref().map(&mut moved));
-                let moved = reference.run(&case.config, &inputs, upstream.as_ref()).map_err(text)?;
-                for (moved, want, usual) in
-                    [(&moved.outputs, &want.outputs, &usual_outputs), (&moved.grads, &want.grads, &usual_grads)]
-                {
-                    farthest = farthest.max(distance::<O>(case, precision, moved, want, usual));
-                }
-            }
-            if farthest <= WIDEST / 2.0 {
-                break (inputs, upstream, want, usual_outputs, usual_grads);
-            }
-        };
+        let (Drawn { inputs, upstream, want, usual_outputs, usual_grads }, _) =
+            drawn(case, reference, precision, context.seed, rng)?;
         let got = device.run(&case.config, &inputs, upstream.as_ref()).map_err(text)?;
         let at = |len: usize, usual: Option<&f64>| {
             tolerance_of::<O>(case, precision, len).usual(usual.copied().unwrap_or_default())
@@ -146,6 +97,71 @@ fn run<O: Operation>(
     })
     .outcome(O::STEM, Gate::Diff, context);
     (outcome, figures.into_inner())
+}
+
+/// Inputs of a case, upstream gradients, what the reference makes of them, and how large its tensors usually are.
+struct Drawn {
+    inputs: Values,
+    upstream: Option<Values>,
+    want: Run<ArrayD<f64>>,
+    /// Empty where nothing rounds operands.
+    usual_outputs: Named<f64>,
+    usual_grads: Named<f64>,
+}
+
+/// Draws a case, at a low precision until it can be compared; how often comes with it.
+fn drawn<O: Operation>(
+    case: &Case<O::Config>,
+    reference: &dyn Runner<O>,
+    precision: Precision,
+    seed: u64,
+    rng: &mut ChaCha8Rng,
+) -> Result<(Drawn, usize), String> {
+    let low = precision != Precision::Full && O::PRODUCTS > 0;
+    let run = |inputs: &Values, upstream: Option<&Values>| reference.run(&case.config, inputs, upstream).map_err(text);
+    // Integers travel as integers, so nothing rounds them.
+    let rounded = |values: &Values| {
+        values.map(
+            |name, v: &ArrayD<f64>| {
+                if O::integers().contains(&name) { v.clone() } else { v.mapv(|x| f64::from(x as f32)) }
+            },
+        )
+    };
+    let mut moves = draw::stream(seed, &[O::STEM, "operands", &case.name]);
+    // What a format makes of a master may jump; its numbers are operands that low precision has, or nearly.
+    let fixed = [O::integers(), O::straight_through(&case.config)];
+    let mut moved = |values: &Values| {
+        values.map(|name, v: &ArrayD<f64>| match fixed.iter().any(|names| names.contains(&name)) {
+            true => v.clone(),
+            false => v * &(draw::normal(&mut moves, v.shape()) * operand_rounding(precision) + 1.0),
+        })
+    };
+    let mut draws = 0;
+    loop {
+        let inputs = rounded(&O::draw(case, rng));
+        let forward = run(&inputs, None)?;
+        let upstream = O::NO_GRADIENT.is_none().then(|| rounded(&draw_upstream::<O>(case, &forward.outputs, rng)));
+        let want = run(&inputs, upstream.as_ref())?;
+        let usual_grads = usual_sizes::<O>(case, &want, rng, |upstream| run(&inputs, Some(upstream)))?;
+        // A few sums of products may be small by chance, and rounded operands show it where f32 does not.
+        let usual_outputs = match low {
+            false => Named::new(),
+            true => rms_of_draws(&want.outputs, || Ok(run(&rounded(&O::draw(case, rng)), None)?.outputs))?,
+        };
+        draws += 1;
+        let mut farthest = 0.0f64;
+        // The last draw is taken as it is.
+        for _ in 0..if low && draws < MOST_DRAWS { MOVES } else { 0 } {
+            let (inputs, upstream) = (moved(&inputs), upstream.as_ref().map(&mut moved));
+            let moved = run(&inputs, upstream.as_ref())?;
+            let outputs = distance::<O>(case, precision, &moved.outputs, &want.outputs, &usual_outputs);
+            let grads = distance::<O>(case, precision, &moved.grads, &want.grads, &usual_grads);
+            farthest = farthest.max(outputs).max(grads);
+        }
+        if farthest <= WIDEST / 2.0 {
+            return Ok((Drawn { inputs, upstream, want, usual_outputs, usual_grads }, draws));
+        }
+    }
 }
 
 /// How far, as relative rms, moved operands move the tensors whose bound is the widest that the comparator takes.
@@ -193,8 +209,8 @@ mod tests {
     use super::*;
     use std::path::PathBuf;
 
-    use crate::description::Run;
     use crate::gates::Status;
+    use crate::ops::expert::ExpertOp;
     use crate::ops::linear::LinearOp;
 
     /// A backend whose results are those of the f64 reference with every input and upstream gradient rounded: what products
@@ -244,5 +260,19 @@ mod tests {
             assert_eq!(status(8, Precision::Tf32, seed).status, Status::Fail);
             assert_eq!(status(6, Precision::Bf16, seed).status, Status::Fail);
         }
+    }
+
+    /// In bf16 one draw in some hundreds has a result that is small by chance (docs/adr/0032).
+    #[test]
+    fn a_draw_that_enlarges_rounding_is_drawn_again() {
+        let reference = OnBackend::new(Reference::<f64>::new);
+        let again = |seed, precision| {
+            ExpertOp::cases().iter().filter(|case| case.family == "activations").any(|case| {
+                let mut rng = draw::stream(seed, &[&case.name]);
+                drawn::<ExpertOp>(case, &reference, precision, seed, &mut rng).unwrap().1 > 1
+            })
+        };
+        assert!(!(0..4).any(|seed| again(seed, Precision::Full)));
+        assert!((0..400).any(|seed| again(seed, Precision::Bf16)));
     }
 }

@@ -72,6 +72,9 @@ impl Operation for AdamwOp {
             // More elements than one block, borders of groups beside the blocks' borders.
             case(40_000, &[(0..16_385, 0.1), (16_390..40_000, 0.0)], "middle"),
         ]);
+        // More groups than a device takes in two launches of 8, with and without elements between.
+        let many: Vec<_> = (0..20).map(|i| (11 * i..11 * i + 11 - i % 3, 0.1 * (i % 2) as f64)).collect();
+        cases.push(case(225, &many, "middle"));
         cases
     }
 

@@ -111,6 +111,8 @@ impl Operation for ExpertOp {
             // More rows than one block of ds, and products large enough to be spread over the cores.
             case(1, 150, [2, 16, 24, 8], "normal", Silu, true),
             case(1, 4, [5, 6, 7, 3], "normal", Swiglu, false),
+            // A rank that a device's chained kernels do not hold.
+            case(1, 4, [2, 5, 6, 66], "normal", Silu, false),
             case(0, 4, [2, 3, 4, 3], "normal", Silu, true),
             case(2, 0, [2, 3, 4, 3], "normal", Swiglu, false),
         ];
@@ -122,7 +124,10 @@ impl Operation for ExpertOp {
     }
 
     fn production() -> Vec<Case<Config>> {
-        vec![case(8, 512, [3, 768, 2048, 64], "normal", Ffn::Silu, false)]
+        vec![
+            case(8, 512, [3, 768, 2048, 64], "normal", Ffn::Silu, false),
+            case(2, 40, [2, 80, 96, 72], "normal", Ffn::Silu, true),
+        ]
     }
 
     fn strategy() -> BoxedStrategy<Case<Config>> {

@@ -153,8 +153,8 @@ impl Operation for MuonOp {
             // rows.
             case(&[([1, 70, 96], 1, 1.0, 0.1), ([2, 80, 66], 1, 1.5, 0.0)], 5, true, Batched, "middle"),
             case(&[([1, 66, 140], 2, 1.0, 0.1), ([1, 98, 104], 1, 1.0, 0.1)], 8, true, Batched, "noise"),
-            // More entries of one shape than a device takes in one launch.
-            case(&[([1, 3, 4], 2, 1.5, 0.1); 10], 5, true, Batched, "no-gradient"),
+            // More entries of one shape than a device takes in two launches of 16.
+            case(&[([1, 3, 4], 2, 1.5, 0.1); 33], 5, true, Batched, "no-gradient"),
         ]);
         cases
     }

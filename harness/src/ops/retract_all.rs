@@ -99,24 +99,10 @@ impl Operation for RetractAllOp {
             case(&[[1, 40, 32], [1, 96, 32]], 6, "spread10"),
             // More columns than a device has one kernel for, beside fewer.
             case(&[[1, 72, 66], [2, 72, 66], [2, 72, 20], [1, 72, 66]], 5, "step"),
-            // More factors of one shape than a device takes in one launch, one of them empty.
-            case(
-                &[
-                    [2, 4, 2],
-                    [1, 4, 2],
-                    [1, 4, 2],
-                    [0, 4, 2],
-                    [1, 4, 2],
-                    [1, 4, 2],
-                    [1, 4, 2],
-                    [1, 4, 2],
-                    [3, 4, 2],
-                    [1, 4, 2],
-                ],
-                4,
-                "spread4",
-            ),
         ]);
+        // More factors of one shape than a device takes in two launches of 16, one of them empty.
+        let many = [&[[2, 4, 2]][..], &[[1, 4, 2]; 20], &[[0, 4, 2]], &[[1, 4, 2]; 11], &[[3, 4, 2]]].concat();
+        cases.push(case(&many, 4, "spread4"));
         cases
     }
 

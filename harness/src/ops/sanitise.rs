@@ -82,6 +82,9 @@ impl Operation for SanitiseOp {
             case(70_001, &[(100, 32_768), (40_000, 65_537)], Some(10.0), "normal"),
             case(70_001, &[(0, 70_001)], Some(10.0), "broken"),
         ]);
+        // More ranges than a device takes in two launches of 8.
+        let many: Vec<_> = (0..20).map(|i| (11 * i, 11 * i + 8)).collect();
+        cases.push(case(225, &many, Some(1.0), "normal"));
         cases
     }
 

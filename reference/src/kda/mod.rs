@@ -217,6 +217,7 @@ impl<T: Scalar> Kda for Reference<T> {
     #[inline(never)]
     fn forward(&self, config: &Config, inputs: Inputs<&Tensor<T>>) -> Result<(Outputs<Tensor<T>>, Saved<T>)> {
         const OP: &str = "kda::forward";
+        full_precision(OP, config.precision)?;
         check_config(OP, config)?;
         let shape = self.kda_shape(OP, inputs.clone())?.0;
         let guards = without_offsets(inputs.clone()).try_map(|name, x| self.read(OP, name, x))?;
@@ -232,6 +233,7 @@ impl<T: Scalar> Kda for Reference<T> {
     #[inline(never)]
     fn backward(&self, config: &Config, saved: &Saved<T>, upstream: Outputs<&Tensor<T>>) -> Result<Grads<Tensor<T>>> {
         const OP: &str = "kda::backward";
+        full_precision(OP, config.precision)?;
         check_config(OP, config)?;
         let (shape, mut dims) = self.kda_shape(OP, saved.inputs.as_ref())?;
         dims.bind("o", upstream.o.shape(), &["B", "T", "HV", "V"])?;
@@ -335,7 +337,11 @@ fn check_expansion(op: &'static str, arg: &'static str, k: &ArrayD<f64>, erase: 
     Ok(())
 }
 
-fn check_config(op: &'static str, config: &Config) -> Result<()> {
+/// Refuses a config that is out of range. For backends of their own too.
+///
+/// # Errors
+/// `Config`, which names the field.
+pub fn check_config(op: &'static str, config: &Config) -> Result<()> {
     let refuse =
         |field, expected: &str, got: String| Err(Error::Config { op, field, expected: expected.to_owned(), got });
     if let Some(scale) = config.scale
@@ -349,7 +355,7 @@ fn check_config(op: &'static str, config: &Config) -> Result<()> {
     if config.checkpoint_every == 0 {
         return refuse("checkpoint_every", "at least 1", "0".to_owned());
     }
-    full_precision(op, config.precision)
+    Ok(())
 }
 
 /// The inputs without the one that is not of real numbers.
@@ -393,6 +399,9 @@ pub fn check_shapes(op: &'static str, inputs: Inputs<&[usize]>) -> Result<Dims> 
     }
     if packed && dims.get("B") != 1 {
         return refuse("q", "B = 1, since `cu_seqlens` cuts one row into sequences".to_owned(), inputs.q);
+    }
+    if packed && dims.get("N") == 0 && dims.get("T") > 0 {
+        return refuse("q", "T = 0, since `cu_seqlens` names no sequence".to_owned(), inputs.q);
     }
     Ok(dims)
 }

@@ -4,12 +4,13 @@
 //! with it and without; those that have become a property of the design have a counter that would show it if they came
 //! back. A lever whose processes fail is NOTRUN with the reason, never left out.
 
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::path::Path;
 
 use anyhow::{Context, Result};
 
-use super::{Measured, alone, one_process};
+use super::{Measured, Share, alone, one_process, process};
 use crate::host;
 use crate::progress::say;
 
@@ -22,6 +23,8 @@ struct Lever {
     /// What shows that both sides compute the same, or that they need not.
     gate: &'static str,
 }
+
+const JEPA_OFF: [&str; 2] = ["--set", "jepa.mode=off"];
 
 const LEVERS: [Lever; 6] = [
     Lever {
@@ -56,7 +59,7 @@ const LEVERS: [Lever; 6] = [
     },
     Lever {
         name: "no objective of latents, so no teacher's forward pass",
-        switch: &["--set", "jepa.mode=off"],
+        switch: &JEPA_OFF,
         turns_on: true,
         gate: "another objective: `dormouse compare` decides",
     },
@@ -69,8 +72,8 @@ struct Effect<'a> {
     after: std::result::Result<&'a Measured, String>,
 }
 
-/// Measures and writes the map.
-pub(super) fn write(path: &Path) -> Result<()> {
+/// Measures and writes the map; `has_teacher` says whether the step has one, so that its price can be asked.
+pub(super) fn write(path: &Path, has_teacher: bool) -> Result<()> {
     alone()?;
     let base = one_process(&[], None)?;
     say(&format!("{}: {:.3} ms a step", base.facts.line(), base.ms_median));
@@ -99,8 +102,77 @@ pub(super) fn write(path: &Path) -> Result<()> {
             Effect { lever, before, after }
         })
         .collect();
-    let text = page(&base, spread, first.ok(), &effects);
+    let mut text = page(&base, spread, first.ok(), &effects);
+    if has_teacher {
+        let off = effects.iter().find(|effect| effect.lever.switch == JEPA_OFF).map(|effect| effect.after.clone());
+        text.push_str(&objective(&base, &from_targets(), &off.context("the map has a lever for it")?));
+    }
     std::fs::write(path, text).with_context(|| format!("bench: cannot write {}", path.display()))
+}
+
+/// The step with targets from a file, which is made first.
+fn from_targets() -> std::result::Result<Measured, String> {
+    let file = std::env::temp_dir().join(format!("dormouse-map-{}.targets", std::process::id()));
+    let name = file.display().to_string();
+    let made = process(&["--targets", &name], None);
+    let measured = made.and_then(|_| one_process(&["--set", &format!("jepa.targets={name}")], None));
+    let ms = measured.as_ref().map_or("NOTRUN".to_owned(), |measured| format!("{:.3} ms", measured.ms_median));
+    say(&format!("jepa.targets: {ms}"));
+    // As for the cache.
+    let _ = std::fs::remove_file(&file);
+    measured.map_err(|error| format!("{error:#}"))
+}
+
+/// What the objective of latents costs: the step with a teacher that follows, with targets from a file, without it.
+fn objective(
+    base: &Measured,
+    targets: &std::result::Result<Measured, String>,
+    off: &std::result::Result<&Measured, String>,
+) -> String {
+    let mut text = String::from("\nWhat the objective of latents (JEPA) costs:\n\n");
+    text.push_str("| the step | nodes | MB | ms | ms more than without |\n|---|---|---|---|---|\n");
+    let without = off.as_ref().ok().map(|off| off.ms_median);
+    let runs = [
+        ("a teacher that follows the model", Ok(base)),
+        ("targets from a file", targets.as_ref().map_err(Clone::clone)),
+        ("without it", off.clone()),
+    ];
+    for (name, run) in &runs {
+        let line = match run {
+            Ok(run) => format!(
+                "{} | {} | {:.3} | {}",
+                run.nodes.map_or("-".to_owned(), |nodes| format!("{nodes:.0}")),
+                run.bytes.map_or("-".to_owned(), |bytes| format!("{:.0}", bytes * 1e-6)),
+                run.ms_median,
+                without.map_or("-".to_owned(), |without| format!("{:.3}", run.ms_median - without))
+            ),
+            Err(why) => format!("- | - | - | NOTRUN {}", why.lines().next().unwrap_or_default().replace('|', "/")),
+        };
+        let _ = writeln!(text, "| {name} | {line} |");
+    }
+    text.push_str(
+        "\nBy stage, launches and device milliseconds under timers, which run a step kernel by kernel (the step itself overlaps \
+         branches):\n\n| stage | teacher | targets | without | teacher - without | targets - without |\n|---|---|---|---|---|---|\n",
+    );
+    let share = |run: usize, stage: &str| match &runs[run].1 {
+        Ok(run) => Some(run.stages.get(stage).copied().unwrap_or_default()),
+        Err(_) => None,
+    };
+    let stages: BTreeSet<&String> =
+        runs.iter().filter_map(|(_, run)| run.as_ref().ok()).flat_map(|run| run.stages.keys()).collect();
+    let pair = |share: Option<Share>| {
+        share.map_or("-".to_owned(), |share| format!("{:.0}, {:.3}", share.launches, share.device_ms))
+    };
+    let minus = |a: Option<Share>, b: Option<Share>| {
+        let (a, b) = a.zip(b)?;
+        Some(Share { launches: a.launches - b.launches, device_ms: a.device_ms - b.device_ms })
+    };
+    for stage in stages {
+        let [teacher, targets, off] = [0, 1, 2].map(|run| share(run, stage));
+        let cells = [teacher, targets, off, minus(teacher, off), minus(targets, off)].map(pair);
+        let _ = writeln!(text, "| {stage} | {} |", cells.join(" | "));
+    }
+    text
 }
 
 fn page(base: &Measured, spread: f64, cold_ms: Option<f64>, effects: &[Effect<'_>]) -> String {
@@ -201,7 +273,7 @@ fn line(effect: &Effect<'_>, price: f64, spread: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::super::tests::measured;
-    use super::{Effect, LEVERS, line, page};
+    use super::{Effect, LEVERS, Share, line, objective, page};
 
     #[test]
     fn a_lever_is_won_only_beyond_the_spread_and_what_failed_is_not_run() {
@@ -227,5 +299,20 @@ mod tests {
         let text = page(&ill, 0.1, Some(9000.0), &[]);
         assert_eq!(text.matches("BACK").count(), 2, "{text}");
         assert!(text.contains("kda: 2 unused") && text.contains("9000 ms"), "{text}");
+    }
+
+    #[test]
+    fn the_price_of_the_objective_is_that_of_three_runs() {
+        let of = |ms: f64, launches: f64| super::Measured {
+            ms_median: ms,
+            stages: [("teacher".to_owned(), Share { launches, device_ms: 0.1 * ms })].into(),
+            ..measured()
+        };
+        let (base, targets, off) = (of(3.0, 20.0), of(2.5, 5.0), of(2.0, 0.0));
+        let text = objective(&base, &Ok(targets), &Ok(&off));
+        assert!(text.contains("| 3.000 | 1.000 |") && text.contains("| 2.500 | 0.500 |"), "{text}");
+        assert!(text.contains("| teacher | 20, 0.300 | 5, 0.250 | 0, 0.200 | 20, 0.100 | 5, 0.050 |"), "{text}");
+        let text = objective(&base, &Err("no disk|here\nmore".into()), &Ok(&off));
+        assert!(text.contains("NOTRUN no disk/here |") && text.contains("| - | 0, 0.200 | 20, 0.100 | - |"), "{text}");
     }
 }

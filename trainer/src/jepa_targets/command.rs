@@ -1,6 +1,7 @@
 //! `dormouse jepa-targets`: the latents of a run's checkpoint, for every step of a run that will read them.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::time::Instant;
 
 use anyhow::{Context, bail};
@@ -39,18 +40,7 @@ pub fn run(arguments: &JepaTargetsArgs, build: Build) -> anyhow::Result<()> {
     }
     let (first, steps) = range(arguments, &config)?;
     let teacher = teacher_of(found.loaded.state);
-    let source = digest(&teacher.0);
-    let header = Header {
-        teacher_step: found.loaded.manifest.next_step,
-        seed: config.seed,
-        first_step: first,
-        steps,
-        rows: u32::try_from(config.train.batch_rows).context("jepa-targets: train.batch_rows is above 32 bits")?,
-        len: u32::try_from(config.data.seq_bytes).context("jepa-targets: data.seq_bytes is above 32 bits")?,
-        width: u32::try_from(config.model.width).context("jepa-targets: model.width is above 32 bits")?,
-        data: data.manifest.digest().into(),
-        source,
-    };
+    let header = header(&config, &data, (found.loaded.manifest.next_step, &teacher.0), first, steps)?;
     config.jepa = JepaConfig::default();
     let mut learner = build(&elsewhere(&config, arguments.backend)?)?;
     learner.import(&teacher.0).with_context(|| format!("cannot load `{}`", found.path.display()))?;
@@ -92,6 +82,37 @@ pub fn run(arguments: &JepaTargetsArgs, build: Build) -> anyhow::Result<()> {
     let out = arguments.out.display();
     reporter.result(&format!("wrote {out}; train with it: --set jepa.mode=shared --set jepa.targets={out}"));
     Ok(())
+}
+
+/// The targets of a run's first `steps` steps, with the model as it begins for a teacher: for measuring such a run.
+pub(crate) fn write_for_bench(config: &Config, steps: u64, out: &Path, build: Build) -> anyhow::Result<()> {
+    let mut config = Config { jepa: JepaConfig { mode: JepaMode::Shared, ..JepaConfig::default() }, ..config.clone() };
+    let data = Data::open(&config)?;
+    config.jepa = JepaConfig::default();
+    let mut learner = build(&config)?;
+    let header = header(&config, &data, (0, &learner.export()?), 0, steps)?;
+    let mut writer = Writer::create(out, header)?;
+    for step in 0..steps {
+        let batch = data.training_batch(&config.train, step)?;
+        let mask = batch.mask.as_deref().expect("data of a run with the objective has masks");
+        writer.add(mask, &learner.latents(&batch)?)?;
+    }
+    writer.finish()?;
+    Ok(())
+}
+
+fn header(config: &Config, data: &Data, teacher: (u64, &State), first: u64, steps: u64) -> anyhow::Result<Header> {
+    Ok(Header {
+        teacher_step: teacher.0,
+        seed: config.seed,
+        first_step: first,
+        steps,
+        rows: u32::try_from(config.train.batch_rows).context("jepa-targets: train.batch_rows is above 32 bits")?,
+        len: u32::try_from(config.data.seq_bytes).context("jepa-targets: data.seq_bytes is above 32 bits")?,
+        width: u32::try_from(config.model.width).context("jepa-targets: model.width is above 32 bits")?,
+        data: data.manifest.digest().into(),
+        source: digest(teacher.1),
+    })
 }
 
 /// The configuration of the run that will read: that of the run whose checkpoint is read, with `set` over it.

@@ -187,6 +187,9 @@ impl Operation for KdaOp {
         vec![
             case((8, 512, 12, 64, 64), RECURRENT, memory, "init", &["final_state"]),
             option_case((1, 700, 2, 64, 64), (4, 6), RECURRENT, memory, "init", &ALL_OPTIONS),
+            // Several blocks of channels and of columns.
+            case((2, 150, 2, 200, 96), RECURRENT, memory, "init", &["final_state"]),
+            option_case((1, 150, 1, 130, 70), (2, 3), RECURRENT, memory, "init", &ALL_OPTIONS),
         ]
     }
 
