@@ -18,6 +18,7 @@ use std::time::Instant;
 use dormouse_cuda::matmul::{Factor, Matrix, Plus, Product};
 use dormouse_cuda::runtime::gemm::{Choice, Source};
 use dormouse_cuda::{Arm, Cuda, Device, Engine, Lavapipe, Tensor};
+use dormouse_reference::linear::{self, Linear};
 use dormouse_reference::{DType, Precision, Result, StepKey, Tensors};
 use ndarray::{ArrayD, IxDyn};
 
@@ -127,6 +128,7 @@ fn run<R: Engine>(measure: bool) -> ExitCode {
             wrong += usize::from(!identity(&b, rows, width)?);
         }
         wrong += usize::from(!graph(&b, &cases)?);
+        wrong += usize::from(!written_weights(&b)?);
         for choice in b.gemm_choices() {
             // A product that the library refuses is computed all the same, but not as fast as this example promises.
             let word = if choice.source == Source::Kernel { "FAIL" } else { "    " };
@@ -144,6 +146,48 @@ fn run<R: Engine>(measure: bool) -> ExitCode {
     }
     println!("{}", if wrong == 0 { "all right".to_owned() } else { format!("{wrong} NOT right") });
     if wrong == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// Whether a product reads the weights that are there now, where an earlier one of the step has read others in the same
+/// buffer: on CUDA in bf16 both read copies.
+fn written_weights<R: Engine>(b: &Device<R>) -> Result<bool> {
+    const SIDE: usize = 256;
+    let put = |value: f64, shape: &[usize]| -> Result<Tensor> {
+        let tensor = b.persistent(shape, DType::F32)?;
+        b.fill(&tensor, value)?;
+        Ok(tensor)
+    };
+    let (x, both, new) = (put(1.0, &[SIDE, SIDE])?, put(1.0, &[2 * SIDE, SIDE])?, put(3.0, &[SIDE, SIDE])?);
+    let [first, second] = [0, 1].map(|n| b.view(&both, n * SIDE * SIDE, &[SIDE, SIDE]));
+    let (first, second) = (first?, second?);
+    let results = put(0.0, &[4, SIDE, SIDE])?;
+    let config = linear::Config { precision: Precision::Bf16 };
+    let product = |b: &Device<R>, weight: &Tensor, n: usize| -> Result<()> {
+        let y = Linear::forward(b, &config, linear::Inputs { x: &x }, linear::Params { weight, bias: None })?.0.y;
+        b.keep(&y, &b.view(&results, n * SIDE * SIDE, &[SIDE, SIDE])?)
+    };
+    b.set_arms(Arm::Fused);
+    for turn in 0..4 {
+        b.fill(&both, 1.0)?;
+        b.step(&StepKey { purpose: "written weights", variant: 0 }, &mut |b| {
+            product(b, &first, 0)?;
+            b.keep(&new, &first)?;
+            product(b, &first, 1)?;
+            // A copy of the whole buffer on one branch, and a write to another part of it beside.
+            b.beside(&mut |b| product(b, &first, 2), &mut |b| b.keep(&new, &second))?;
+            product(b, &second, 3)
+        })?;
+        let got = b.download(&results)?;
+        for (n, want) in [1.0, 3.0, 3.0, 3.0].into_iter().enumerate() {
+            let got = got[[n, SIDE - 1, SIDE - 1]] / SIDE as f64;
+            if got != want {
+                println!("FAIL weights written in a step, run {turn}: product {n} has {got}, expected {want}");
+                return Ok(false);
+            }
+        }
+    }
+    println!("ok   weights written in a step are read by the next product");
+    Ok(true)
 }
 
 /// What is added to a product.

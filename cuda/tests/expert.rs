@@ -7,7 +7,7 @@ mod common;
 use common::device;
 use dormouse_cuda::{Arm, Gpu, Tensor};
 use dormouse_reference::expert::{self, Config, Expert, Ffn, Inputs, Outputs, Params};
-use dormouse_reference::{DType, FactorFormat, Precision, Tensors};
+use dormouse_reference::{DType, Error, FactorFormat, Precision, StepKey, Tensors};
 use ndarray::{ArrayD, IxDyn};
 
 /// E, N, D, F, R.
@@ -134,4 +134,22 @@ fn a_rank_beyond_the_registers_goes_product_by_product() {
     assert_eq!(launches, [7, 11]);
     let (error, name) = worst(&b, Precision::Tf32, sizes);
     assert!(error < bound(Precision::Tf32), "{name} is off by {error:.2e}");
+}
+
+#[test]
+fn what_a_step_kept_for_backward_is_of_no_use_after_it() {
+    let Some(b) = device() else { return };
+    b.set_arms(Arm::Fused);
+    let sizes = [2, 20, 8, 24, 8];
+    let config = Config { precision: Precision::Bf16, ffn: Ffn::Silu, format: FactorFormat::F32 };
+    let (weights, into) = (params(&b, sizes, |_| 1.0), params(&b, sizes, |_| 0.0));
+    let (u, dy) = (persistent(&b, &noise(&[20, 8], 7)), persistent(&b, &noise(&[2, 20, 8], 9)));
+    let mut kept = None;
+    b.step(&StepKey { purpose: "test", variant: 0 }, &mut |b| {
+        kept = Some(Expert::forward(b, &config, Inputs { u: &u }, weights.as_ref())?.1);
+        Ok(())
+    })
+    .unwrap();
+    let error = Expert::backward(&b, &config, &kept.unwrap(), Outputs { y: &dy }, None, into.as_ref()).err();
+    assert!(matches!(error, Some(Error::StaleScratch { .. })), "{error:?}");
 }

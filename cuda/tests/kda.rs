@@ -5,7 +5,7 @@ mod common;
 
 use dormouse_cuda::{Arm, Gpu, Tensor};
 use dormouse_reference::kda::{Config, Form, Grads, Inputs, Kda, Memory, Outputs};
-use dormouse_reference::{Checked, DType, Error, Precision, Reference, Tensors};
+use dormouse_reference::{Checked, DType, Error, Precision, Reference, StepKey, Tensors};
 use ndarray::{ArrayD, Axis, IxDyn, Slice};
 
 type Arrays = Vec<(&'static str, ArrayD<f64>)>;
@@ -285,6 +285,27 @@ fn options_that_do_not_fit_are_refused_by_name() {
     let two = [&[2, 4, 2, 3][..], &[2, 4, 4, 5], &[2, 4, 4, 3], &[2, 4, 4]].map(floats);
     let batch = Inputs { q: &two[0], k: &two[0], v: &two[1], g: &two[2], beta: &two[3], ..packed };
     assert_eq!(refused(batch), "q");
+    assert_eq!(refused(Inputs { cu_seqlens: Some(&tensor(&[1], DType::U32)), ..none.clone() }), "q");
     let (v, g, beta) = (floats(&[1, 4, 3, 5]), floats(&[1, 4, 3, 3]), floats(&[1, 4, 3]));
     assert_eq!(refused(Inputs { v: &v, g: &g, beta: &beta, ..none }), "v");
+}
+
+#[test]
+fn what_a_step_kept_for_backward_is_of_no_use_after_it() {
+    for arm in Arm::ALL {
+        let Some(b) = device(arm) else { return };
+        let put = |shape: &[usize]| b.persistent(shape, DType::F32).unwrap();
+        let (x, beta) = (put(&[1, 4, 2, 3]), put(&[1, 4, 2]));
+        let inputs =
+            Inputs { q: &x, k: &x, v: &x, g: &x, beta: &beta, b: None, w: None, cu_seqlens: None, initial_state: None };
+        let mut kept = None;
+        b.step(&StepKey { purpose: "test", variant: 0 }, &mut |b| {
+            kept = Some(Kda::forward(b, &config(Precision::Full), inputs.clone())?.1);
+            Ok(())
+        })
+        .unwrap();
+        let upstream = Outputs { o: &x, final_state: None };
+        let error = Kda::backward(&b, &config(Precision::Full), &kept.unwrap(), upstream).err();
+        assert!(matches!(error, Some(Error::StaleScratch { arg: "saved", .. })), "{arm}: {error:?}");
+    }
 }

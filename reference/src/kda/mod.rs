@@ -177,8 +177,8 @@ fields! {
 /// The operation on a backend.
 ///
 /// # Errors
-/// `Shape` if the inputs disagree about B, T, H, HV, N, K or V, if H, HV, K or V is zero, if HV is no multiple of H or B is
-/// not 1 with `cu_seqlens`, or if an upstream gradient has another shape than its output; `Storage` if `cu_seqlens` is
+/// `Shape` if the inputs disagree about B, T, H, HV, N, K or V, if H, HV, K or V is zero, if HV is no multiple of H, if with
+/// `cu_seqlens` B is not 1 or N is 0 and T is not, or if an upstream gradient has another shape than its output; `Storage` if `cu_seqlens` is
 /// not of whole numbers, `Value` if it does not rise from 0 to T (on a device from [`Checked`] alone); `Config` if `scale` is
 /// not finite, `chunk` or `checkpoint_every` is zero, or for a precision that the backend does not have. B = 0 and T = 0
 /// give empty results, with the final state equal to the initial one.

@@ -251,7 +251,7 @@ fn d4_offsets_that_miss_a_token_are_refused() {
     for (cuts, text) in [
         (&[0.0, 20.0][..], "`cu_seqlens`[1] is 20, expected T = 24, so that every token is in a sequence"),
         (&[0.0, 25.0], "`cu_seqlens`[1] is 25, expected T = 24, so that every token is in a sequence"),
-        (&[0.0], "`cu_seqlens`[0] is 0, expected T = 24, so that every token is in a sequence"),
+        (&[0.0], "`q` is [1, 24, 1, 2], expected T = 0, since `cu_seqlens` names no sequence"),
         (&[1.0, 24.0], "`cu_seqlens`[0] is 1, expected 0, where the first sequence starts"),
         (&[0.0, 9.0, 7.0, 24.0], "`cu_seqlens`[2] is 7, expected at least 9, where the sequence before it starts"),
         (&[], "`cu_seqlens` is [0], expected N + 1 >= 1"),
