@@ -58,9 +58,19 @@ struct Compared<'a> {
 /// norm, (sum w^2)^2 / sum w^4; twice that is added (docs/adr/0009). The band is made of the reference's gradient and of
 /// what the arithmetic may do, never of the error at hand, which would let a fault widen its own band.
 fn slope_band(want: &[f64], bands: &Bands) -> f64 {
+    bands.slope + 2.0 * bands.noise * one_over_root_n(want)
+}
+
+/// The band of a gradient's relative rms, which scatters by one over the root of the same number (docs/adr/0016, 0034).
+fn rms_band(want: &[f64], bands: &Bands) -> f64 {
+    bands.rms * (1.0 + bands.scatter * one_over_root_n(want))
+}
+
+/// One over the root of the number of elements that carry the norm.
+fn one_over_root_n(want: &[f64]) -> f64 {
     let square: f64 = want.iter().map(|w| w * w).sum();
     let fourth: f64 = want.iter().map(|w| w.powi(4)).sum();
-    bands.slope + 2.0 * bands.noise * fourth.sqrt() / square
+    fourth.sqrt() / square
 }
 
 /// How much noisier than the reference's own f32 a device's may be, which adds up in another order.
@@ -91,13 +101,12 @@ fn compare<'a>(param: &'a Param, got: &[f64], want: &[f64], bands: &Bands) -> Co
     let square: f64 = want.iter().map(|w| w * w).sum();
     let rms = rms(got, want);
     let slope = (got.iter().zip(want).map(|(g, w)| g * w).sum::<f64>() / square - 1.0).abs();
-    let slope_band = slope_band(want, bands);
-    let over = [rms / bands.rms, slope / slope_band];
+    let (rms_band, slope_band) = (rms_band(want, bands), slope_band(want, bands));
+    let over = [rms / rms_band, slope / slope_band];
     // A NaN is worse than anything.
     let worst = over.into_iter().map(|x| if x.is_nan() { f64::INFINITY } else { x }).fold(0.0, f64::max);
     let dead = square > 0.0 && got.iter().all(|&g| g == 0.0);
-    let message =
-        format!("`{}` rms {rms:.2e} (band {:.0e}), slope {slope:.2e} ({slope_band:.1e})", param.name, bands.rms);
+    let message = format!("`{}` rms {rms:.2e} (band {rms_band:.1e}), slope {slope:.2e} ({slope_band:.1e})", param.name);
     Compared { name: param.name, worst, dead, message }
 }
 
@@ -282,7 +291,7 @@ pub fn slopes<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
 
 #[cfg(test)]
 mod tests {
-    use super::{Bands, slope_band};
+    use super::{Bands, rms_band, slope_band};
     use crate::config::Math;
 
     #[test]
@@ -294,6 +303,9 @@ mod tests {
         let mut single = [1e-6; 10_000];
         single[7] = 1.0;
         assert!((slope_band(&single, &bf16) - 0.105).abs() < 1e-6);
+        // Of one element, the error is its slope and its rms alike, and so are the bands but for what has a direction.
+        assert!((rms_band(&single, &bf16) - 0.15).abs() < 1e-6 && rms_band(&[0.5; 10_000], &bf16) < 0.0511);
+        assert_eq!(rms_band(&[0.5; 4], &Bands::of(Math::F32)), 1e-4);
         // f32 has no such noise.
         assert!((slope_band(&[0.5; 4], &Bands::of(Math::F32)) - 1e-5).abs() < 1e-18);
     }
