@@ -18,6 +18,7 @@ use crate::config::{Config, ConfigError, Rule, resolve};
 use crate::data::{Data, Prefetch};
 use crate::history::{self, COLD_STEPS, NONE, Row};
 use crate::host;
+use crate::instruments::atlas::operation;
 use crate::instruments::bound::StepCost;
 use crate::instruments::{Sites, Witness, sites};
 use crate::jepa_targets::command::write_for_bench;
@@ -63,14 +64,14 @@ struct Measured {
     eager_us: Option<f64>,
     graph_us: Option<f64>,
     device_ms: Option<f64>,
-    /// Of each stage of a step: launches and nodes, and milliseconds on the device under timers.
-    stages: BTreeMap<String, Share>,
+    /// What a step under timers did, by stage and operation.
+    stages: BTreeMap<String, BTreeMap<String, Share>>,
     mem_peak_mib: Option<f64>,
     /// The sentence on what a step waits for.
     bound: Option<String>,
 }
 
-/// A stage's part of a step.
+/// A part of a step: launches, and milliseconds on the device.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 struct Share {
     launches: f64,
@@ -260,18 +261,19 @@ fn device_ms(learner: &mut dyn Learner, config: &Config, batches: &mut Prefetch)
     Ok((after - before) as f64 / 1e6 / DEVICE_STEPS as f64)
 }
 
-/// What the steps under timers did between two counts, by stage. They run kernel by kernel, so a node is a launch.
-fn stages(from: &Sites, to: &Sites) -> BTreeMap<String, Share> {
-    let mut stages: BTreeMap<String, Share> = BTreeMap::new();
-    for (key, now) in to {
+/// What a step under timers did between two counts, by stage and operation. Such steps run kernel by kernel, so a node is a
+/// launch.
+fn stages(from: &Sites, to: &Sites) -> BTreeMap<String, BTreeMap<String, Share>> {
+    let mut stages: BTreeMap<String, BTreeMap<String, Share>> = BTreeMap::new();
+    for (key @ (stage, kernel), now) in to {
         let before = from.get(key).copied().unwrap_or_default();
         let launches = (now.launches + now.nodes - before.launches - before.nodes) as f64;
-        let device_ms = (now.device_ns - before.device_ns) as f64 / 1e6;
-        let share = stages.entry(key.0.to_owned()).or_default();
-        share.launches += launches / DEVICE_STEPS as f64;
-        share.device_ms += device_ms / DEVICE_STEPS as f64;
+        if launches > 0.0 {
+            let share = stages.entry((*stage).to_owned()).or_default().entry(operation(kernel).to_owned()).or_default();
+            share.launches += launches / DEVICE_STEPS as f64;
+            share.device_ms += (now.device_ns - before.device_ns) as f64 / 1e6 / DEVICE_STEPS as f64;
+        }
     }
-    stages.retain(|_, share| share.launches > 0.0);
     stages
 }
 

@@ -4,7 +4,7 @@
 //! with it and without; those that have become a property of the design have a counter that would show it if they came
 //! back. A lever whose processes fail is NOTRUN with the reason, never left out.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::path::Path;
 
@@ -23,6 +23,9 @@ struct Lever {
     /// What shows that both sides compute the same, or that they need not.
     gate: &'static str,
 }
+
+/// Launches of a step of the same model in the system that this one replaces, counted there.
+const REPLACED_LAUNCHES: u32 = 21_427;
 
 const JEPA_OFF: [&str; 2] = ["--set", "jepa.mode=off"];
 
@@ -103,11 +106,39 @@ pub(super) fn write(path: &Path, has_teacher: bool) -> Result<()> {
         })
         .collect();
     let mut text = page(&base, spread, first.ok(), &effects);
+    text.push_str(&atlas(&base));
     if has_teacher {
         let off = effects.iter().find(|effect| effect.lever.switch == JEPA_OFF).map(|effect| effect.after.clone());
         text.push_str(&objective(&base, &from_targets(), &off.context("the map has a lever for it")?));
     }
     std::fs::write(path, text).with_context(|| format!("bench: cannot write {}", path.display()))
+}
+
+/// The parts of a stage together.
+fn sum(parts: &BTreeMap<String, Share>) -> Share {
+    parts.values().fold(Share::default(), |sum, part| Share {
+        launches: sum.launches + part.launches,
+        device_ms: sum.device_ms + part.device_ms,
+    })
+}
+
+/// The step by stage and operation.
+fn atlas(base: &Measured) -> String {
+    let mut text = String::from(
+        "\nThe step by stage and operation, launches and device milliseconds under timers, which run it kernel by kernel",
+    );
+    let _ = writeln!(text, ". The system that this one replaces launched {REPLACED_LAUNCHES} kernels a step.\n");
+    text.push_str("| stage | operation | launches | ms |\n|---|---|---|---|\n");
+    let mut all = Share::default();
+    for (stage, parts) in &base.stages {
+        for (operation, part) in parts {
+            let _ = writeln!(text, "| {stage} | {operation} | {:.0} | {:.3} |", part.launches, part.device_ms);
+        }
+        let stage = sum(parts);
+        all = Share { launches: all.launches + stage.launches, device_ms: all.device_ms + stage.device_ms };
+    }
+    let _ = writeln!(text, "| all | | {:.0} | {:.3} |", all.launches, all.device_ms);
+    text
 }
 
 /// The step with targets from a file, which is made first.
@@ -155,7 +186,7 @@ fn objective(
          branches):\n\n| stage | teacher | targets | without | teacher - without | targets - without |\n|---|---|---|---|---|---|\n",
     );
     let share = |run: usize, stage: &str| match &runs[run].1 {
-        Ok(run) => Some(run.stages.get(stage).copied().unwrap_or_default()),
+        Ok(run) => Some(run.stages.get(stage).map(sum).unwrap_or_default()),
         Err(_) => None,
     };
     let stages: BTreeSet<&String> =
@@ -273,7 +304,7 @@ fn line(effect: &Effect<'_>, price: f64, spread: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::super::tests::measured;
-    use super::{Effect, LEVERS, Share, line, objective, page};
+    use super::{Effect, LEVERS, Share, atlas, line, objective, page};
 
     #[test]
     fn a_lever_is_won_only_beyond_the_spread_and_what_failed_is_not_run() {
@@ -305,13 +336,16 @@ mod tests {
     fn the_price_of_the_objective_is_that_of_three_runs() {
         let of = |ms: f64, launches: f64| super::Measured {
             ms_median: ms,
-            stages: [("teacher".to_owned(), Share { launches, device_ms: 0.1 * ms })].into(),
+            stages: [("teacher".to_owned(), [("kda".to_owned(), Share { launches, device_ms: 0.1 * ms })].into())]
+                .into(),
             ..measured()
         };
         let (base, targets, off) = (of(3.0, 20.0), of(2.5, 5.0), of(2.0, 0.0));
         let text = objective(&base, &Ok(targets), &Ok(&off));
         assert!(text.contains("| 3.000 | 1.000 |") && text.contains("| 2.500 | 0.500 |"), "{text}");
         assert!(text.contains("| teacher | 20, 0.300 | 5, 0.250 | 0, 0.200 | 20, 0.100 | 5, 0.050 |"), "{text}");
+        let step = atlas(&base);
+        assert!(step.contains("| teacher | kda | 20 | 0.300 |\n| all | | 20 | 0.300 |"), "{step}");
         let text = objective(&base, &Err("no disk|here\nmore".into()), &Ok(&off));
         assert!(text.contains("NOTRUN no disk/here |") && text.contains("| - | 0, 0.200 | 20, 0.100 | - |"), "{text}");
     }
