@@ -12,7 +12,8 @@ use crate::cli::JepaTargetsArgs;
 use crate::commands::{elsewhere, find};
 use crate::config::{Config, ConfigError, JepaConfig, JepaMode, Sources, changes, resolve};
 use crate::data::Data;
-use crate::model::MEMORY_TABLE;
+use crate::host;
+use crate::model::{MEMORY_TABLE, check_latents};
 use crate::progress::{Reporter, minutes};
 use crate::run::RunFolder;
 use crate::signals::Stop;
@@ -34,6 +35,7 @@ pub fn run(arguments: &JepaTargetsArgs, build: Build) -> anyhow::Result<()> {
     let run = RunFolder::open(&arguments.run)?;
     let (found, stored) = find(&run, arguments.best)?;
     let mut config = readers_config(&stored, &arguments.set)?;
+    check_latents(&elsewhere(&config, arguments.backend)?, host::machine_memory_bytes())?;
     let data = Data::open(&config)?;
     if (&config.data.path, &config.data.eval_path) == (&stored.data.path, &stored.data.eval_path) {
         run.data_manifest()?.check_unchanged(&data.manifest)?;

@@ -297,7 +297,7 @@ impl Learner for Before {
         bytes: usize,
         temperature: f64,
         seed: u64,
-        emit: &mut dyn FnMut(u8) -> bool,
+        emit: &mut dyn FnMut(Option<u8>) -> bool,
     ) -> anyhow::Result<()> {
         self.0.sample(prompt, bytes, temperature, seed, emit)
     }
