@@ -141,6 +141,9 @@ pub(crate) fn elsewhere(config: &Config, on: Option<Backend>) -> anyhow::Result<
     let own = here.run.backend == config.run.backend;
     let plain = |run: &mut crate::config::RunConfig| {
         (run.precision, run.arms) = (crate::config::Math::F32, Vec::new());
+        if matches!(run.backend, Backend::Cpu | Backend::Auto) {
+            (run.unverified, run.graph) = (false, true);
+        }
     };
     if !own {
         plain(&mut here.run);

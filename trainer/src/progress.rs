@@ -69,7 +69,9 @@ impl Reporter {
         // What is trained counts for more than what is printed.
         if let (Err(error), false) = (written, self.told.replace(true)) {
             let fix = "the work goes on without its lines";
-            self.above_bar(|| _ = writeln!(std::io::stderr(), "warning: cannot write the lines of the run: {error}; {fix}"));
+            self.above_bar(|| {
+                _ = writeln!(std::io::stderr(), "warning: cannot write the lines of the run: {error}; {fix}")
+            });
         }
     }
 

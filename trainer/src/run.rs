@@ -199,7 +199,15 @@ impl RunFolder {
     /// # Errors
     /// The file is there and cannot be read as that.
     pub fn starts(&self) -> anyhow::Result<Vec<Value>> {
-        let path = self.path.join("run.json");
+        RunFolder::starts_in(&self.path)
+    }
+
+    /// The same of a folder that need not be whole, or there.
+    ///
+    /// # Errors
+    /// As for [`RunFolder::starts`].
+    pub fn starts_in(folder: &Path) -> anyhow::Result<Vec<Value>> {
+        let path = folder.join("run.json");
         let text = match std::fs::read_to_string(&path) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
             text => text.with_context(|| format!("run: cannot read `{}`", path.display()))?,
@@ -214,7 +222,8 @@ impl RunFolder {
             Err(problem) => problem,
         };
         let path = self.path.join("run.json");
-        let aside = (1..).map(|n| self.path.join(if n == 1 { "run.json.bad".into() } else { format!("run.json.bad{n}") }));
+        let aside =
+            (1..).map(|n| self.path.join(if n == 1 { "run.json.bad".into() } else { format!("run.json.bad{n}") }));
         let aside = aside.into_iter().find(|aside| !aside.exists()).expect("one of endless names is free");
         std::fs::rename(&path, &aside).with_context(|| cannot_write(&path))?;
         // Standard error may be closed; a warning that cannot be shown must not end the run.
@@ -342,7 +351,9 @@ impl JsonLines {
 fn read_lines(path: &Path) -> anyhow::Result<Vec<u8>> {
     match std::fs::read(path) {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
-        bytes => bytes.with_context(|| format!("run: cannot read `{}`; make it readable for this user", path.display())),
+        bytes => {
+            bytes.with_context(|| format!("run: cannot read `{}`; make it readable for this user", path.display()))
+        }
     }
 }
 

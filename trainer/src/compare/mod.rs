@@ -121,7 +121,7 @@ fn one_build(plan: &Plan, arguments: &CompareArgs) -> Result<()> {
     for &seed in &plan.seeds {
         for contender in &plan.contenders {
             let run = Run::new(&arguments.runs, contender, seed);
-            let mut builds = run.builds();
+            let mut builds = run.builds()?;
             if run.ended()?.is_none() {
                 builds.push(this.clone());
             }

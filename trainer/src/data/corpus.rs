@@ -267,7 +267,9 @@ fn collect_files(folder: &Path, files: &mut Vec<PathBuf>, left_out: &mut Vec<Pat
         }
         let file = match kind.is_symlink() {
             // A link that leads nowhere was meant to be data.
-            true => std::fs::metadata(&path).map_err(|cause| DataError::Unreadable { path: path.clone(), cause })?.is_file(),
+            true => {
+                std::fs::metadata(&path).map_err(|cause| DataError::Unreadable { path: path.clone(), cause })?.is_file()
+            }
             false => kind.is_file(),
         };
         // A link to a folder is not followed: it could lead back to where it stands.

@@ -203,7 +203,9 @@ impl Data {
         let entries: Vec<&PathBuf> = self.corpora().flat_map(Corpus::left_out).collect();
         let first = entries.first()?.display();
         let count = entries.len();
-        Some(format!("data: {count} entries are no files, or links to folders, and are left out; the first is `{first}`"))
+        Some(format!(
+            "data: {count} entries are no files, or links to folders, and are left out; the first is `{first}`"
+        ))
     }
 
     fn corpora(&self) -> impl Iterator<Item = &Corpus> {

@@ -165,7 +165,8 @@ impl Atlas {
     pub fn read(path: &Path) -> Result<Self> {
         let text = match std::fs::read_to_string(path) {
             Err(error) if error.kind() == ErrorKind::NotFound => {
-                let problem = format!("atlas: `{}` does not exist; give a file that `train --atlas` wrote", path.display());
+                let problem =
+                    format!("atlas: `{}` does not exist; give a file that `train --atlas` wrote", path.display());
                 bail!(ConfigError::Usage(problem));
             }
             text => text.with_context(|| format!("atlas: cannot read `{}`", path.display()))?,

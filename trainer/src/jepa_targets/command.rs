@@ -34,8 +34,9 @@ pub fn run(arguments: &JepaTargetsArgs, build: Build) -> anyhow::Result<()> {
     }
     let run = RunFolder::open(&arguments.run)?;
     let (found, stored) = find(&run, arguments.best)?;
-    let mut config = readers_config(&stored, &arguments.set)?;
-    check_latents(&elsewhere(&config, arguments.backend)?, host::machine_memory_bytes())?;
+    let config = readers_config(&stored, &arguments.set)?;
+    let mut here = elsewhere(&config, arguments.backend)?;
+    check_latents(&here, host::machine_memory_bytes())?;
     let data = Data::open(&config)?;
     if (&config.data.path, &config.data.eval_path) == (&stored.data.path, &stored.data.eval_path) {
         run.data_manifest()?.check_unchanged(&data.manifest)?;
@@ -43,8 +44,8 @@ pub fn run(arguments: &JepaTargetsArgs, build: Build) -> anyhow::Result<()> {
     let (first, steps) = range(arguments, &config)?;
     let teacher = teacher_of(found.loaded.state);
     let header = header(&config, &data, (found.loaded.manifest.next_step, &teacher.0), first, steps)?;
-    config.jepa = JepaConfig::default();
-    let mut learner = build(&elsewhere(&config, arguments.backend)?)?;
+    here.jepa = JepaConfig::default();
+    let mut learner = build(&here)?;
     learner.import(&teacher.0).with_context(|| format!("cannot load `{}`", found.path.display()))?;
 
     let stop = Stop::on_signals().context("jepa-targets: cannot watch for signals")?;

@@ -89,7 +89,7 @@ fn of_step(config: &Config) -> u64 {
     let m = &config.model;
     let each = 5 * m.width + 3 * m.heads * m.head_width + 256;
     let part = config.bytes_per_step() / config.train.accumulate as u64;
-    BYTES * part * m.iterations as u64 * each as u64
+    [part, m.iterations as u64, each as u64].into_iter().fold(BYTES, u64::saturating_mul)
 }
 
 /// Refuses a batch whose step the machine cannot hold.
@@ -106,7 +106,7 @@ pub fn check_batch(config: &Config, have: Option<u64>) -> Result<(), ConfigError
 /// # Errors
 /// As for [`check_batch`].
 pub fn check_latents(config: &Config, have: Option<u64>) -> Result<(), ConfigError> {
-    fits(config, 3 * BYTES * config.bytes_per_step() * config.model.width as u64, have)
+    fits(config, (3 * BYTES * config.bytes_per_step()).saturating_mul(config.model.width as u64), have)
 }
 
 fn fits(config: &Config, need: u64, have: Option<u64>) -> Result<(), ConfigError> {

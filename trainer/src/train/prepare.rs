@@ -86,7 +86,8 @@ pub fn prepare(request: &Request, build: Build) -> anyhow::Result<Prepared> {
             }?;
             if let Some(first) = passed.first() {
                 let (count, first) = (passed.len(), first.display());
-                let line = format!("{count} newer runs have no checkpoint and are passed over; the newest is `{first}`");
+                let line =
+                    format!("{count} newer runs have no checkpoint and are passed over; the newest is `{first}`");
                 prepared.reporter.warn(&line);
             }
             Ok(prepared)
@@ -98,8 +99,8 @@ fn start(request: &Request, build: Build) -> anyhow::Result<Prepared> {
     let mut config = resolve(&request.sources)?;
     let why_no_gpu = settle(&mut config, &request.watch)?;
     request.watch.check()?;
-    let data = Data::open(&config)?;
     check_batch(&config, host::machine_memory_bytes())?;
+    let data = Data::open(&config)?;
     let targets = check_targets(&config, &data, 0)?;
     // A resumed run may start in another folder.
     let paths = [&mut config.data.path, &mut config.data.eval_path, &mut config.jepa.targets];
@@ -149,8 +150,8 @@ fn resume(request: &Request, run: RunFolder, build: Build) -> anyhow::Result<Pre
         return Err(ConfigError::Usage(format!("{problem}; give {done} or more, or start a new run")).into());
     }
     request.watch.check()?;
-    let data = Data::open(&config)?;
     check_batch(&config, host::machine_memory_bytes())?;
+    let data = Data::open(&config)?;
     run.data_manifest()?.check_unchanged(&data.manifest)?;
     let targets = check_targets(&config, &data, done)?;
     let mut learner = build(&config)?;

@@ -436,7 +436,9 @@ impl Session {
         let rates = self.config.optimizer.rates();
         match self.saved {
             Some(step) => {
-                format!("lower {rates} with --allow-change, or resume from step {step} with --seed N --allow-change seed")
+                format!(
+                    "lower {rates} with --allow-change, or resume from step {step} with --seed N --allow-change seed"
+                )
             }
             None => format!("lower {rates} and start again: there is no checkpoint to go on from"),
         }
@@ -572,7 +574,13 @@ impl Session {
             "lr": self.schedule.lr_at(step, self.config.train.total_steps),
             "first_nonfinite": first,
         });
-        checkpoint::write_bundle(&folder, &self.learner.export()?, &facts, batch.bytes, about.to_string().into_bytes())?;
+        checkpoint::write_bundle(
+            &folder,
+            &self.learner.export()?,
+            &facts,
+            batch.bytes,
+            about.to_string().into_bytes(),
+        )?;
         self.reporter.finish();
         self.reporter.warn(&format!("first tensor that is not finite: {first}"));
         self.reporter.result(&format!("replay    {} replay {}", self.program, quoted(&folder.display().to_string())));
