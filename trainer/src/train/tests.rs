@@ -436,12 +436,14 @@ fn a_run_that_is_not_finite_stops_with_a_bundle_and_untouched_weights() {
 fn a_run_that_is_not_finite_says_so_even_if_its_bundle_has_no_place() {
     let place = Place::new();
     let poisoned = format!("seed={POISONED_SEED}");
-    let (prepared, _) = silent(prepare(&place.request("a", &[&poisoned]), build).unwrap());
+    let set = [poisoned.as_str(), "log.every_steps=50", "checkpoint.every_steps=50", "log.eval_every_steps=50"];
+    go(&place.request("a", &set), Some(4)).unwrap();
+    let (prepared, _) = silent(prepare(&place.resume("a", &[], &[]), build).unwrap());
     std::fs::write(place.run("a").join("nonfinite_000014.tmp"), "in the way").unwrap();
     let error = run(prepared, Limits::default(), &Stop::new(), "dormouse").unwrap_err();
     assert_eq!(Exit::of(&error), Exit::NonFinite, "{error:#}");
     let text = error.to_string();
-    for words in ["the bundle could not be written: ", "nonfinite_000014.tmp", "or resume from step 12"] {
+    for words in ["the bundle could not be written: ", "nonfinite_000014.tmp", "or resume from step 4"] {
         assert!(text.contains(words), "`{words}` is not in: {text}");
     }
     assert!(!place.run("a").join("nonfinite_000014").exists());
