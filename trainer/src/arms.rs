@@ -36,7 +36,7 @@ fn receipt(stem: &'static str, precision: Math, sm: &str) -> Verdict {
     // A software driver has no generation, and no gate writes a receipt for it.
     if !sm.starts_with("sm_") {
         let file = format!("{stem}.{}.{sm}.toml", precision.word());
-        return Verdict { verified: false, why: format!("there is no {file}: this program has receipts of NVIDIA GPUs alone") };
+        return Verdict { verified: false, why: format!("there is no {file}: receipts here are of NVIDIA GPUs alone") };
     }
     let verdict = dormouse_cuda::receipts::verdict(stem, precision.precision(), sm);
     Verdict { verified: verdict.is_valid(), why: verdict.to_string() }
@@ -140,7 +140,7 @@ mod tests {
     #[test]
     fn nobody_is_sent_for_a_receipt_that_no_gate_writes() {
         let text = table(&choose(&run(&[], false), "lavapipe").unwrap());
-        assert!(text.contains("this program has receipts of NVIDIA GPUs alone") && !text.contains("cargo xtask"), "{text}");
+        assert!(text.contains("receipts here are of NVIDIA GPUs alone") && !text.contains("cargo xtask"), "{text}");
         let error = choose(&run(&["rms_norm=fused"], false), "lavapipe").unwrap_err().to_string();
         assert!(error.contains("without a valid receipt") && error.contains("--unverified"), "{error}");
     }

@@ -11,7 +11,7 @@ use crate::anchors::{Anchors, FIT_LIMIT_BYTES};
 use crate::backend;
 use crate::checkpoint::{self, Found, Loaded};
 use crate::cli::{AnchorsArgs, ArmsArgs, AtlasCommand, Command, EvalArgs, GenerateArgs, ReplayArgs, TrainArgs};
-use crate::config::{Backend, Config, ConfigError, JepaConfig, Sources, resolve};
+use crate::config::{Backend, Config, ConfigError, JepaConfig, RunConfig, Sources, resolve};
 use crate::data::{Batch, Data, step_mask};
 use crate::exit::{Exit, NonFiniteResult};
 use crate::instruments::atlas::Atlas;
@@ -139,7 +139,7 @@ pub(crate) fn elsewhere(config: &Config, on: Option<Backend>) -> anyhow::Result<
     let mut here = config.clone();
     here.run.backend = on.unwrap_or(config.run.backend);
     let own = here.run.backend == config.run.backend;
-    let plain = |run: &mut crate::config::RunConfig| {
+    let plain = |run: &mut RunConfig| {
         (run.precision, run.arms) = (crate::config::Math::F32, Vec::new());
         if matches!(run.backend, Backend::Cpu | Backend::Auto) {
             (run.unverified, run.graph) = (false, true);
@@ -164,7 +164,10 @@ pub(crate) fn elsewhere(config: &Config, on: Option<Backend>) -> anyhow::Result<
 fn arms(arguments: &ArmsArgs) -> anyhow::Result<()> {
     let mut config = resolve(&arguments.run.over(arguments.config.sources()))?;
     let wanted = config.run.backend;
-    let note = backend::settle(&mut config.run)?;
+    // What answers is asked alone: the rest of what was asked for may be of a GPU that is elsewhere.
+    let mut alone = RunConfig { backend: wanted, ..RunConfig::default() };
+    let note = backend::settle(&mut alone)?;
+    config.run.backend = alone.backend;
     if config.run.backend == Backend::Cpu {
         // The reference has one arm of everything; what a GPU would take is still of interest.
         say(&note.unwrap_or_else(|| format!("run.backend is {wanted}: the reference has one arm of every operation")));

@@ -352,6 +352,10 @@ fn what_a_backend_does_not_have_is_refused_with_a_fix() {
         let arms = place.run(&["arms"]);
         arms.expect(0, &[]);
         assert!(arms.out.contains("no GPU answers") && arms.out.contains("rms_norm"), "{}", arms.out);
+        // What a GPU elsewhere would take is told for every choice.
+        let plain = place.run(&["arms", "--unverified", "--arm", "rms_norm=plain"]);
+        plain.expect(0, &[]);
+        assert!(plain.out.contains("rms_norm         plain  asked for"), "{}", plain.out);
     }
 }
 

@@ -428,7 +428,11 @@ impl Session {
     }
 
     fn not_finite(&self, what: String, step: u64) -> NonFiniteResult {
-        NonFiniteResult { what, step, fix: format!("nothing was saved there; {}", self.lower_rates()) }
+        NonFiniteResult {
+            what: format!("train: {what}"),
+            step,
+            fix: format!("nothing was saved there; {}", self.lower_rates()),
+        }
     }
 
     /// What helps a run whose numbers are not finite.
