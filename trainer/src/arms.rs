@@ -33,6 +33,11 @@ struct Verdict {
 
 /// The receipt of an operation at a precision on a generation of GPUs (`sm_90`), if it still holds.
 fn receipt(stem: &'static str, precision: Math, sm: &str) -> Verdict {
+    // A software driver has no generation, and no gate writes a receipt for it.
+    if !sm.starts_with("sm_") {
+        let file = format!("{stem}.{}.{sm}.toml", precision.word());
+        return Verdict { verified: false, why: format!("there is no {file}: receipts here are of NVIDIA GPUs alone") };
+    }
     let verdict = dormouse_cuda::receipts::verdict(stem, precision.precision(), sm);
     Verdict { verified: verdict.is_valid(), why: verdict.to_string() }
 }
@@ -130,6 +135,14 @@ mod tests {
         assert!(declined(&[], false) && !declined(&["all=plain"], false) && !declined(&[], true));
         assert_eq!(arm_of(&run(&["all=plain", "rms_norm=fused"], true), "rms_norm"), Arm::Fused);
         assert_eq!(arm_of(&run(&["all=plain", "rms_norm=fused"], true), "residual"), Arm::Plain);
+    }
+
+    #[test]
+    fn nobody_is_sent_for_a_receipt_that_no_gate_writes() {
+        let text = table(&choose(&run(&[], false), "lavapipe").unwrap());
+        assert!(text.contains("receipts here are of NVIDIA GPUs alone") && !text.contains("cargo xtask"), "{text}");
+        let error = choose(&run(&["rms_norm=fused"], false), "lavapipe").unwrap_err().to_string();
+        assert!(error.contains("without a valid receipt") && error.contains("--unverified"), "{error}");
     }
 
     #[test]

@@ -188,6 +188,8 @@ mod tests {
         for run in [
             RunConfig { precision: Math::Bf16, ..RunConfig::default() },
             RunConfig { arms: vec!["kda=fused".into()], ..RunConfig::default() },
+            RunConfig { unverified: true, ..RunConfig::default() },
+            RunConfig { graph: false, ..RunConfig::default() },
         ] {
             assert_eq!(Exit::of(&settle(&mut run.clone()).unwrap_err()), Exit::Usage, "{run:?}");
         }

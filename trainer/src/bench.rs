@@ -22,7 +22,9 @@ use crate::instruments::atlas::operation;
 use crate::instruments::bound::StepCost;
 use crate::instruments::{Sites, Witness, sites};
 use crate::jepa_targets::command::write_for_bench;
+use crate::model::check_batch;
 use crate::progress::say;
+use crate::run::try_write;
 use crate::train::{Build, Learner, training};
 
 mod map;
@@ -87,6 +89,13 @@ pub fn command(arguments: &BenchArgs, build: Build) -> Result<()> {
         let problem = format!("bench: --steps is {}; give {} or more", arguments.steps, COLD_STEPS + 20);
         bail!(ConfigError::Usage(format!("{problem}, since the first {COLD_STEPS} are not timed")));
     }
+    let most = u64::from(u32::MAX) - DEVICE_STEPS;
+    if arguments.steps > most {
+        bail!(ConfigError::Usage(format!("bench: --steps is {}; give {most} or less", arguments.steps)));
+    }
+    if arguments.processes == 0 {
+        bail!(ConfigError::Usage("bench: --processes is 0; give 1 or more".into()));
+    }
     if arguments.one || arguments.targets.is_some() {
         let mut config = resolve(&arguments.sources())?;
         settle(&mut config.run)?;
@@ -98,6 +107,8 @@ pub fn command(arguments: &BenchArgs, build: Build) -> Result<()> {
         return Ok(());
     }
     if let Some(path) = &arguments.map {
+        // Found out now and not after half an hour of processes.
+        try_write(path).with_context(|| map::cannot_write(path))?;
         return map::write(path, resolve(&arguments.sources())?.jepa.has_teacher());
     }
     if arguments.processes < 2 && arguments.append.is_some() {
@@ -112,7 +123,7 @@ pub fn command(arguments: &BenchArgs, build: Build) -> Result<()> {
         history::check_file(path)?;
     }
     let mut all = Vec::new();
-    for _ in 0..arguments.processes.max(1) {
+    for _ in 0..arguments.processes {
         alone()?;
         let measured = one_process(&[], None)?;
         say(&format!(
@@ -167,6 +178,7 @@ fn process(more: &[&str], cache: Option<&Path>) -> Result<String> {
 }
 
 fn measure(config: &Config, steps: u64, build: Build) -> Result<Measured> {
+    check_batch(config, host::machine_memory_bytes())?;
     let data = Data::open(config)?;
     let mut learner = build(config)?;
     let price = learner.witness().map(Witness::launch_price).transpose()?.flatten();

@@ -76,7 +76,7 @@ pub struct ConfigArgs {
     #[command(flatten)]
     pub data: DataArgs,
     /// Seed of every random number.
-    #[arg(long, value_name = "N", help_heading = "Configuration", value_parser = clap::value_parser!(u64).range(..=i64::MAX as u64))]
+    #[arg(long, value_name = "N", help_heading = "Configuration", allow_negative_numbers = true, value_parser = clap::value_parser!(u64).range(..=i64::MAX as u64))]
     pub seed: Option<u64>,
 }
 
@@ -178,7 +178,7 @@ pub struct TrainArgs {
     /// What computes.
     #[command(flatten)]
     pub run: RunArgs,
-    /// Write what every step launched to this file; `dormouse atlas` reads it.
+    /// Write what every step launched to this new file; `dormouse atlas` reads it.
     #[arg(long, value_name = "FILE", help_heading = "Device")]
     pub atlas: Option<PathBuf>,
     /// Time kernels on the device at log cadence; with --no-graph one by one, else a graph as a whole.
@@ -230,7 +230,7 @@ pub struct TrainArgs {
     #[arg(long, value_name = "STEP", help_heading = "Run")]
     pub stop_at_step: Option<u64>,
     /// Stop, saved, after this many minutes; the schedule stays that of the whole run.
-    #[arg(long, value_name = "MINUTES", help_heading = "Run")]
+    #[arg(long, value_name = "MINUTES", help_heading = "Run", allow_negative_numbers = true)]
     pub max_minutes: Option<f64>,
 }
 
@@ -309,10 +309,10 @@ pub struct GenerateArgs {
     #[arg(long, default_value_t = 400)]
     pub bytes: usize,
     /// 0 takes the likeliest byte each time; 1 draws from the model's own distribution.
-    #[arg(long, default_value_t = 0.8)]
+    #[arg(long, default_value_t = 0.8, allow_negative_numbers = true)]
     pub temperature: f64,
     /// Seed of the draws.
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, allow_negative_numbers = true)]
     pub seed: u64,
     /// Use the checkpoint with the fewest held-out bits per byte instead of the newest.
     #[arg(long)]
@@ -377,7 +377,7 @@ pub struct InspectArgs {
     #[command(flatten)]
     pub device: RunArgs,
     /// Inspect this run folder instead.
-    #[arg(long, value_name = "RUN")]
+    #[arg(long, value_name = "RUN", conflicts_with = "preset")]
     pub run: Option<PathBuf>,
 }
 
@@ -537,11 +537,11 @@ pub struct CompareArgs {
     /// One value of control and candidates alike; may be repeated.
     #[arg(long, value_name = "KEY=VALUE", help_heading = "Configuration")]
     pub both: Vec<String>,
-    /// Seeds, counted up from the first; 3 or more.
+    /// Seeds, counted up from the first; 3 to 1000.
     #[arg(long, value_name = "N", default_value_t = 3, help_heading = "Configuration")]
     pub seeds: u32,
     /// The first seed.
-    #[arg(long, value_name = "N", help_heading = "Configuration", value_parser = clap::value_parser!(u64).range(..=i64::MAX as u64))]
+    #[arg(long, value_name = "N", help_heading = "Configuration", allow_negative_numbers = true, value_parser = clap::value_parser!(u64).range(..=i64::MAX as u64))]
     pub seed: Option<u64>,
     /// Which bytes all of them have.
     #[command(flatten)]
@@ -586,9 +586,13 @@ pub struct ReplayArgs {
     pub bundle: PathBuf,
 }
 
-/// A path that becomes a value of the configuration. A `&str` parser makes clap refuse one that is not UTF-8.
-fn text_path(path: &str) -> Result<PathBuf, std::convert::Infallible> {
-    Ok(PathBuf::from(path))
+/// A path that becomes a value of the configuration. A `&str` parser makes clap refuse one that is not UTF-8. In the
+/// configuration an empty one means none, which a flag whose variable was not set must not.
+fn text_path(path: &str) -> Result<PathBuf, &'static str> {
+    match path {
+        "" => Err("it is empty; name a file or a folder, or leave the flag out"),
+        path => Ok(PathBuf::from(path)),
+    }
 }
 
 fn path_value(path: &Path) -> Value {

@@ -11,18 +11,19 @@ use crate::anchors::{Anchors, FIT_LIMIT_BYTES};
 use crate::backend;
 use crate::checkpoint::{self, Found, Loaded};
 use crate::cli::{AnchorsArgs, ArmsArgs, AtlasCommand, Command, EvalArgs, GenerateArgs, ReplayArgs, TrainArgs};
-use crate::config::{Backend, Config, ConfigError, JepaConfig, Sources, resolve};
+use crate::config::{Backend, Config, ConfigError, JepaConfig, RunConfig, Sources, resolve};
 use crate::data::{Batch, Data, step_mask};
 use crate::exit::{Exit, NonFiniteResult};
 use crate::instruments::atlas::Atlas;
-use crate::progress::say;
+use crate::progress::{all_said, say};
 use crate::run::RunFolder;
-use crate::signals::Stop;
+use crate::signals::{self, Stop};
 use crate::train::{self, Build, Learner, Limits};
 use crate::{bench, check, compare, inspect, jepa_targets};
 
 /// Runs a subcommand and turns its error, if any, into a message and an exit code.
 pub fn run(command: Command, build: Build) -> ExitCode {
+    signals::ignore_file_size_signal();
     let done = match command {
         Command::Train(arguments) => train(&arguments, build),
         Command::Eval(arguments) => eval(&arguments, build),
@@ -37,7 +38,7 @@ pub fn run(command: Command, build: Build) -> ExitCode {
         Command::Replay(arguments) => replay(&arguments, build),
         Command::JepaTargets(arguments) => jepa_targets::command::run(&arguments, build),
     };
-    finish(done)
+    finish(done.and_then(|()| all_said()))
 }
 
 /// Prints an error and gives its exit code.
@@ -55,7 +56,8 @@ pub fn finish(done: anyhow::Result<()>) -> ExitCode {
 fn train(arguments: &TrainArgs, build: Build) -> anyhow::Result<()> {
     let max_time = arguments.max_minutes.map(|minutes| Duration::try_from_secs_f64(60.0 * minutes)).transpose();
     let max_time = max_time.map_err(|_| {
-        ConfigError::Usage("train: --max-minutes expected a number, 0 or more, that fits a clock".into())
+        let got = arguments.max_minutes.unwrap_or(f64::NAN);
+        ConfigError::Usage(format!("train: --max-minutes is {got}; give a number, 0 or more, that fits a clock"))
     })?;
     // Before anything is written, so that a signal during the start is kept for the first step.
     let stop = Stop::on_signals().context("train: cannot watch for signals")?;
@@ -79,6 +81,9 @@ fn command_line() -> Vec<String> {
 pub fn anchors(arguments: &AnchorsArgs) -> anyhow::Result<()> {
     let config = resolve(&arguments.config.sources())?;
     let data = Data::open(&config)?;
+    if let Some(line) = data.left_out() {
+        let _ = writeln!(std::io::stderr(), "warning: {line}");
+    }
     let train = data.train_bytes(FIT_LIMIT_BYTES)?;
     let anchors = Anchors::measure(&train, &data.eval_windows()?);
     if arguments.json {
@@ -134,8 +139,11 @@ pub(crate) fn elsewhere(config: &Config, on: Option<Backend>) -> anyhow::Result<
     let mut here = config.clone();
     here.run.backend = on.unwrap_or(config.run.backend);
     let own = here.run.backend == config.run.backend;
-    let plain = |run: &mut crate::config::RunConfig| {
+    let plain = |run: &mut RunConfig| {
         (run.precision, run.arms) = (crate::config::Math::F32, Vec::new());
+        if matches!(run.backend, Backend::Cpu | Backend::Auto) {
+            (run.unverified, run.graph) = (false, true);
+        }
     };
     if !own {
         plain(&mut here.run);
@@ -156,7 +164,10 @@ pub(crate) fn elsewhere(config: &Config, on: Option<Backend>) -> anyhow::Result<
 fn arms(arguments: &ArmsArgs) -> anyhow::Result<()> {
     let mut config = resolve(&arguments.run.over(arguments.config.sources()))?;
     let wanted = config.run.backend;
-    let note = backend::settle(&mut config.run)?;
+    // What answers is asked alone: the rest of what was asked for may be of a GPU that is elsewhere.
+    let mut alone = RunConfig { backend: wanted, ..RunConfig::default() };
+    let note = backend::settle(&mut alone)?;
+    config.run.backend = alone.backend;
     if config.run.backend == Backend::Cpu {
         // The reference has one arm of everything; what a GPU would take is still of interest.
         say(&note.unwrap_or_else(|| format!("run.backend is {wanted}: the reference has one arm of every operation")));
@@ -197,7 +208,7 @@ fn eval(arguments: &EvalArgs, build: Build) -> anyhow::Result<()> {
         });
     }
     let data = Data::open(&config)?;
-    if arguments.eval.is_none() {
+    if config.data.eval_path == stored.data.eval_path {
         run.data_manifest()?.check_unchanged(&data.manifest)?;
     }
     let stop = Stop::on_signals().context("eval: cannot watch for signals")?;
@@ -206,11 +217,9 @@ fn eval(arguments: &EvalArgs, build: Build) -> anyhow::Result<()> {
         return Ok(());
     };
     if !score.bpb.is_finite() {
-        bail!(NonFiniteResult {
-            what: "the held-out score".into(),
-            step: loaded.manifest.next_step,
-            rates: stored.optimizer.rates(),
-        });
+        let fix = "score another checkpoint (--best), or train with a lower rate";
+        let what = "eval: the held-out score".into();
+        bail!(NonFiniteResult { what, step: loaded.manifest.next_step, fix: fix.into() });
     }
     say(&format!(
         "step {} held-out bpb model={:.4} standard_error={:.4} windows={}",
@@ -239,8 +248,8 @@ fn generate(arguments: &GenerateArgs, build: Build) -> anyhow::Result<()> {
     let stop = Stop::on_signals().context("generate: cannot watch for signals")?;
     let mut out = std::io::stdout();
     let mut written = out.write_all(&prompt);
-    let mut emit = |byte: u8| {
-        if written.is_ok() {
+    let mut emit = |byte: Option<u8>| {
+        if let (Ok(()), Some(byte)) = (&written, byte) {
             written = out.write_all(&[byte]).and_then(|()| out.flush());
         }
         written.is_ok() && !stop.requested()
@@ -257,9 +266,14 @@ fn generate(arguments: &GenerateArgs, build: Build) -> anyhow::Result<()> {
 
 fn replay(arguments: &ReplayArgs, build: Build) -> anyhow::Result<()> {
     let folder: &Path = &arguments.bundle;
+    if ![checkpoint::BATCH, "manifest.json"].iter().all(|name| folder.join(name).is_file()) {
+        let shown = folder.display();
+        let problem = format!("replay: `{shown}` is not a bundle: it has no {} and manifest.json", checkpoint::BATCH);
+        bail!(ConfigError::Usage(format!("{problem}; give the folder nonfinite_... of a run")));
+    }
     let loaded = checkpoint::load(folder)?;
     let config = Config::from_toml(&loaded.config_toml, &folder.join("config.toml"))?;
-    let path = folder.join("batch.bin");
+    let path = folder.join(checkpoint::BATCH);
     let bytes = std::fs::read(&path).with_context(|| format!("replay: cannot read `{}`", path.display()))?;
     let (rows, len) = (config.train.batch_rows, config.data.seq_bytes);
     ensure!(

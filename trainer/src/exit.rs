@@ -57,33 +57,27 @@ impl From<Exit> for ExitCode {
 #[derive(Debug, thiserror::Error)]
 #[error(
     "train: {skipped} steps in one window of 64 steps had a loss or gradient that is not finite, the last of them step {step}; \
-     the weights were not touched by them. The bundle is in {bundle}; see what it says, lower {rates}, or resume with \
-     another seed"
+     the weights were not touched by them; {fix}"
 )]
 pub struct NonFiniteStop {
     /// Steps skipped in the log window that latched.
     pub skipped: u64,
     /// The last skipped step, counted from 1.
     pub step: u64,
-    /// Folder with the evidence.
-    pub bundle: String,
-    /// The learning rates that move something, as [`OptimizerConfig::rates`](crate::config::OptimizerConfig::rates) names them.
-    pub rates: &'static str,
+    /// Where the evidence is, and what helps.
+    pub fix: String,
 }
 
 /// What a run would save or report is not finite, although its gradients were: an update overflowed.
 #[derive(Debug, thiserror::Error)]
-#[error(
-    "train: {what} after step {step} is not finite, so nothing was saved there; lower {rates}, or resume from the last \
-     checkpoint"
-)]
+#[error("{what} after step {step} is not finite; {fix}")]
 pub struct NonFiniteResult {
     /// A tensor of the state, or the score.
     pub what: String,
     /// Steps done.
     pub step: u64,
-    /// The learning rates that move something.
-    pub rates: &'static str,
+    /// What helps.
+    pub fix: String,
 }
 
 /// The control of a comparison was not finite, so there is nothing to hold a candidate against.
@@ -116,9 +110,9 @@ mod tests {
         let usage =
             anyhow::Error::from(ConfigError::Invalid { key: "a.b".into(), problem: "is 0".into(), fix: "1".into() });
         assert_eq!(Exit::of(&usage), Exit::Usage);
-        let stop = NonFiniteStop { skipped: 9, step: 12, bundle: "b".into(), rates: "optimizer.lr" };
+        let stop = NonFiniteStop { skipped: 9, step: 12, fix: "f".into() };
         assert_eq!(Exit::of(&anyhow::Error::from(stop).context("c")), Exit::NonFinite);
-        let result = NonFiniteResult { what: "`head.u`".into(), step: 2, rates: "optimizer.lr" };
+        let result = NonFiniteResult { what: "`head.u`".into(), step: 2, fix: "f".into() };
         assert_eq!(Exit::of(&anyhow::Error::from(result).context("c")), Exit::NonFinite);
         let control = NonFiniteControl { seed: 1, why: "w".into() };
         assert_eq!(Exit::of(&anyhow::Error::from(control).context("c")), Exit::NonFinite);

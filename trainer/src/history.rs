@@ -5,6 +5,8 @@
 //! what a later difference has to exceed.
 
 use std::collections::BTreeMap;
+use std::fs::OpenOptions;
+use std::io::Write;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -158,12 +160,24 @@ pub fn append(path: &Path, row: &Row) -> Result<()> {
     let cannot = |what: &str| format!("history: cannot {what} `{}`", path.display());
     let mut text = stored(path)?;
     check(row)?;
+    // Only what is new is written: a disk that is full must not cost the rows that are there.
+    let there = if path.exists() { text.len() } else { 0 };
     if !text.ends_with('\n') {
         text.push('\n');
     }
     text.push_str(&line(row));
     parse(&text).with_context(|| cannot("extend"))?;
-    std::fs::write(path, text).with_context(|| cannot("write"))
+    let write = || {
+        let mut file = OpenOptions::new().create(true).append(true).open(path)?;
+        let before = file.metadata()?.len();
+        let written = file.write_all(&text.as_bytes()[there..]).and_then(|()| file.sync_all());
+        if written.is_err() {
+            // A part of a row would make the whole file one that breaks the rules.
+            let _ = file.set_len(before);
+        }
+        written
+    };
+    write().with_context(|| cannot("write"))
 }
 
 /// Whether a row could be added to a history, before minutes are spent on it.
@@ -282,5 +296,12 @@ mod tests {
         assert!(append(&path, &bad).is_err());
         append(&path, &good()).unwrap();
         assert_eq!(parse(&std::fs::read_to_string(&path).unwrap()).unwrap().len(), 2);
+        // A file that is not there gets its header, and one whose last line has no end gets it.
+        let new = folder.path().join("new.tsv");
+        append(&new, &good()).unwrap();
+        let whole = std::fs::read_to_string(&new).unwrap();
+        std::fs::write(&new, whole.trim_end()).unwrap();
+        append(&new, &good()).unwrap();
+        assert_eq!(std::fs::read_to_string(&new).unwrap(), whole + &line(&good()));
     }
 }

@@ -64,17 +64,18 @@ pub struct HostTable {
 }
 
 impl HostTable {
-    /// A table before its first update. `table` is `[rows, width]`, row-major.
+    /// A table before its first update, for tests. `table` is `[rows, width]`, row-major.
     ///
     /// # Panics
     /// If `table` is not made of whole rows.
+    #[cfg(test)]
     pub fn new(width: usize, table: Vec<f32>) -> HostTable {
         assert!(width > 0 && table.len().is_multiple_of(width), "a table has whole rows of at least one number");
         let (rows, len) = (table.len() / width, table.len());
         HostTable { width, table, m: vec![0.0; len], v: vec![0.0; len], counts: vec![0; rows] }
     }
 
-    /// [`HostTable::new`] of numbers that come one by one, where the machine may refuse the memory.
+    /// A table before its first update, of numbers that come one by one, where the machine may refuse the memory.
     ///
     /// # Errors
     /// The bytes that the table and what belongs to it need.

@@ -44,7 +44,15 @@ pub fn command(arguments: &InspectArgs) -> anyhow::Result<()> {
         data.eval.windows().len(),
         data.train.epochs(total, config.train.batch_rows as u64)
     ));
+    if let Some(line) = data.left_out() {
+        say(&line);
+    }
     if let Some(run) = run {
+        let stored = run.config()?.data;
+        let then = run.data_manifest()?;
+        if (&stored.path, &stored.eval_path) == (&config.data.path, &config.data.eval_path) {
+            then.check_unchanged(&data.manifest)?;
+        }
         for (path, outcome) in checkpoint::list(&run.checkpoints())? {
             let text = match outcome {
                 Ok(manifest) => match manifest.eval_bpb {

@@ -206,15 +206,23 @@ pub struct Writer {
 }
 
 impl Writer {
-    /// Starts a file. It grows as `FILE.tmp` and gets its name when it is finished.
+    /// Starts a file. It grows as `FILE.tmp` (or `FILE.1.tmp` and so on where that is taken: whatever has that name may be
+    /// somebody's) and gets its name when it is finished.
     ///
     /// # Errors
     /// [`TargetsError::Unwritten`] if the file cannot be created.
     pub fn create(path: &Path, header: Header) -> Result<Writer> {
-        let mut unfinished = path.as_os_str().to_owned();
-        unfinished.push(".tmp");
-        let unfinished = PathBuf::from(unfinished);
-        let file = File::create(&unfinished).map_err(|cause| unwritten("create", &unfinished, cause))?;
+        let names = (0u64..).map(|n| {
+            let mut name = path.as_os_str().to_owned();
+            name.push(if n == 0 { ".tmp".to_owned() } else { format!(".{n}.tmp") });
+            PathBuf::from(name)
+        });
+        let mut opened = names.map(|name| (File::create_new(&name), name));
+        let taken = |file: &std::io::Result<File>| {
+            file.as_ref().is_err_and(|cause| cause.kind() == std::io::ErrorKind::AlreadyExists)
+        };
+        let (file, unfinished) = opened.find(|(file, _)| !taken(file)).expect("one of endless names is free");
+        let file = file.map_err(|cause| unwritten("create", &unfinished, cause))?;
         let mut writer = Writer {
             path: path.to_owned(),
             unfinished,

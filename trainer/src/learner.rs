@@ -565,18 +565,21 @@ impl<B: Backend + Witness> Learner for ModelLearner<B> {
         bytes: usize,
         temperature: f64,
         seed: u64,
-        emit: &mut dyn FnMut(u8) -> bool,
+        emit: &mut dyn FnMut(Option<u8>) -> bool,
     ) -> Result<()> {
         ensure!(!prompt.is_empty(), "the prompt is empty; give at least one byte");
         self.stream.clear(&self.b)?;
         let mut logits = Vec::new();
         for &byte in prompt {
             logits = self.stream.read(self, byte)?;
+            if !emit(None) {
+                return Ok(());
+            }
         }
         for position in 0..bytes {
             let uniform: f64 = stream(seed, Purpose::Sample, position as u64, 0).random();
             let byte = choose(&logits, temperature, uniform);
-            if !emit(byte) || position + 1 == bytes {
+            if !emit(Some(byte)) || position + 1 == bytes {
                 break;
             }
             logits = self.stream.read(self, byte)?;

@@ -1,8 +1,11 @@
 //! What a person sees: a bar on a terminal, plain lines anywhere else.
 
-use std::cell::RefCell;
-use std::io::{IsTerminal, Write};
+use std::cell::{Cell, RefCell};
+use std::io::{ErrorKind, IsTerminal, Write};
+use std::sync::Mutex;
 use std::time::Duration;
+
+use anyhow::Context;
 
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -15,23 +18,25 @@ pub struct Reporter {
     /// What the lines of steps begin with, where several runs share a terminal; all other lines go to `out` alone.
     label: Option<String>,
     out: RefCell<Box<dyn Write>>,
+    /// Whether somebody was told that `out` cannot be written.
+    told: Cell<bool>,
 }
 
 impl Reporter {
     /// A bar of `total_steps` if both outputs are a terminal, plain lines otherwise; with `quiet` only results and warnings.
     pub fn new(total_steps: u64, quiet: bool) -> Reporter {
         let bar = if quiet { None } else { bar(total_steps) };
-        Reporter { bar, quiet, label: None, out: RefCell::new(Box::new(std::io::stdout())) }
+        Reporter { bar, ..Reporter::plain(Box::new(std::io::stdout()), quiet) }
     }
 
     /// The lines of one run of several: those of steps go to the terminal, under `label`, and every line to `log`.
     pub fn labelled(total_steps: u64, label: &str, log: Box<dyn Write>) -> Reporter {
-        Reporter { bar: bar(total_steps), quiet: false, label: Some(label.to_owned()), out: RefCell::new(log) }
+        Reporter { bar: bar(total_steps), label: Some(label.to_owned()), ..Reporter::plain(log, false) }
     }
 
     /// Plain lines to `out`.
     pub fn plain(out: Box<dyn Write>, quiet: bool) -> Reporter {
-        Reporter { bar: None, quiet, label: None, out: RefCell::new(out) }
+        Reporter { bar: None, quiet, label: None, out: RefCell::new(out), told: Cell::new(false) }
     }
 
     /// Progress of the steps: moves the bar, or prints the line.
@@ -59,7 +64,15 @@ impl Reporter {
 
     /// A line that is always printed.
     pub fn result(&self, line: &str) {
-        self.above_bar(|| print_line(&mut *self.out.borrow_mut(), line));
+        let mut written = Ok(());
+        self.above_bar(|| written = print_line(&mut *self.out.borrow_mut(), line));
+        // What is trained counts for more than what is printed.
+        if let (Err(error), false) = (written, self.told.replace(true)) {
+            let fix = "the work goes on without its lines";
+            self.above_bar(|| {
+                _ = writeln!(std::io::stderr(), "warning: cannot write the lines of the run: {error}; {fix}")
+            });
+        }
     }
 
     /// A line about something that went wrong but does not end the run, to standard error.
@@ -101,13 +114,33 @@ fn bar(total_steps: u64) -> Option<ProgressBar> {
     })
 }
 
-/// Prints a line to standard output. A reader that went away (`| head`) is no reason to end a run.
+/// Why a line of a command's result could not be written, for [`all_said`].
+static UNSAID: Mutex<Option<std::io::Error>> = Mutex::new(None);
+
+/// Prints a line of a command's result to standard output. If it cannot be written, [`all_said`] says so at the end.
 pub fn say(line: &str) {
-    print_line(&mut std::io::stdout(), line);
+    if let Err(error) = print_line(&mut std::io::stdout(), line) {
+        UNSAID.lock().unwrap_or_else(std::sync::PoisonError::into_inner).get_or_insert(error);
+    }
 }
 
-fn print_line(out: &mut dyn Write, line: &str) {
-    let _ = writeln!(out, "{line}").and_then(|()| out.flush());
+/// Whether every line of [`say`] was written.
+///
+/// # Errors
+/// The first that was not.
+pub fn all_said() -> anyhow::Result<()> {
+    match UNSAID.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take() {
+        Some(error) => Err(error).context("cannot write standard output; free some space, or write elsewhere"),
+        None => Ok(()),
+    }
+}
+
+/// A reader that went away (`| head`) has seen what it wanted.
+fn print_line(out: &mut dyn Write, line: &str) -> std::io::Result<()> {
+    match writeln!(out, "{line}").and_then(|()| out.flush()) {
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
+        written => written,
+    }
 }
 
 /// The numbers of one progress line.

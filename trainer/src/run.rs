@@ -5,13 +5,14 @@
 //! `nonfinite_STEP/`; of one that a comparison made `log.txt` and `result.json`. README has the same table.
 
 use std::fs::{File, OpenOptions, TryLockError};
-use std::io::{Seek, SeekFrom, Write};
+use std::io::{ErrorKind, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, bail};
 use serde_json::Value;
 
+use crate::checkpoint;
 use crate::config::{Config, ConfigError};
 use crate::data::Manifest;
 use crate::host;
@@ -44,16 +45,30 @@ impl RunFolder {
             )));
         }
         let path = runs.join(name);
-        if path.exists() {
-            bail!(ConfigError::Usage(format!(
-                "train: `{0}` exists and is not overwritten; give another --name, or continue it with --resume {0}",
-                path.display()
-            )));
+        let made = std::fs::create_dir_all(runs).and_then(|()| std::fs::create_dir(&path));
+        match made {
+            Err(error) if error.kind() == ErrorKind::AlreadyExists && path.symlink_metadata().is_ok() => {
+                let shown = path.display();
+                // A folder without a checkpoint cannot be resumed.
+                let fix = if checkpoint::any(&path.join("checkpoints")) {
+                    format!("give another --name, or continue it with --resume {shown}")
+                } else {
+                    "it has no checkpoint to go on from; give another --name, or remove it".to_owned()
+                };
+                bail!(ConfigError::Usage(format!("train: `{shown}` exists and is not overwritten; {fix}")));
+            }
+            made => made.with_context(|| cannot_write(&path))?,
         }
-        std::fs::create_dir_all(&path).with_context(|| cannot_write(&path))?;
-        let run = RunFolder { path, lock: None }.locked()?;
-        run.describe(config, data, provenance)?;
-        Ok(run)
+        let folder = path.clone();
+        let described = RunFolder { path, lock: None }.locked().and_then(|run| {
+            run.describe(config, data, provenance)?;
+            Ok(run)
+        });
+        if described.is_err() {
+            // Made a moment ago by this very call: what is left of a start that failed would only block the name.
+            let _ = std::fs::remove_dir_all(&folder);
+        }
+        described
     }
 
     /// Writes what makes a folder a run folder: configuration, data manifest and provenance.
@@ -64,12 +79,16 @@ impl RunFolder {
     }
 
     /// Makes the folder again if it went away while the run trains: a checkpoint outside a run folder cannot be resumed.
-    /// Whether it had to.
-    pub fn restore(&self, config: &Config, data: &Manifest, provenance: &Value) -> anyhow::Result<bool> {
+    /// Whether it had to; the folder is then locked anew, since the old lock is on the one that is gone.
+    pub fn restore(&mut self, config: &Config, data: &Manifest, provenance: &Value) -> anyhow::Result<bool> {
         if self.path.join("config.toml").is_file() && self.path.join("data.json").is_file() {
             return Ok(false);
         }
         std::fs::create_dir_all(&self.path).with_context(|| cannot_write(&self.path))?;
+        // Given back first: if the folder itself is still there, its lock is ours.
+        if self.lock.take().is_some() {
+            *self = self.clone().locked()?;
+        }
         self.describe(config, data, provenance)?;
         Ok(true)
     }
@@ -104,24 +123,32 @@ impl RunFolder {
         Ok(self)
     }
 
-    /// The run under `runs` that started last and has a checkpoint folder.
-    pub fn newest(runs: &Path) -> Option<RunFolder> {
+    /// The run under `runs` that started last and has a finished checkpoint; and those without one that started later.
+    pub fn newest(runs: &Path) -> (Option<RunFolder>, Vec<PathBuf>) {
         let mut found = Vec::new();
-        for entry in std::fs::read_dir(runs).ok()?.flatten() {
+        for entry in std::fs::read_dir(runs).into_iter().flatten().flatten() {
             let Ok(run) = RunFolder::open(&entry.path()) else { continue };
-            let Ok(modified) = std::fs::metadata(run.checkpoints()).and_then(|metadata| metadata.modified()) else {
-                continue;
-            };
+            let folder = if run.checkpoints().is_dir() { run.checkpoints() } else { entry.path() };
+            let Ok(modified) = std::fs::metadata(folder).and_then(|metadata| metadata.modified()) else { continue };
             // A copy or a restored backup has new file times, so what the run itself noted decides.
             found.push((run.last_start(), modified, entry.path()));
         }
         found.sort();
-        found.pop().map(|(_, _, path)| RunFolder { path, lock: None })
+        let mut passed = Vec::new();
+        while let Some((_, _, path)) = found.pop() {
+            let run = RunFolder { path, lock: None };
+            if checkpoint::any(&run.checkpoints()) {
+                return (Some(run), passed);
+            }
+            passed.push(run.path);
+        }
+        (None, passed)
     }
 
     /// When training last started here, as it was noted; empty if the note is gone.
     fn last_start(&self) -> String {
-        self.starts().last().and_then(|start| start["started"].as_str()).unwrap_or_default().to_owned()
+        let starts = self.starts().unwrap_or_default();
+        starts.last().and_then(|start| start["started"].as_str()).unwrap_or_default().to_owned()
     }
 
     /// Where it lies.
@@ -150,7 +177,7 @@ impl RunFolder {
 
     /// Notes one more start of the run, and the configuration it goes on with.
     pub fn record_resume(&self, config: &Config, provenance: &Value) -> anyhow::Result<()> {
-        let mut starts = self.starts();
+        let mut starts = self.starts_or_aside()?;
         starts.push(provenance.clone());
         self.write("run.json", &pretty(&starts))?;
         self.write("config.toml", &config.to_toml())
@@ -158,7 +185,7 @@ impl RunFolder {
 
     /// Adds to the last start what computes it: the device, the arms, the algorithms of products.
     pub fn record_facts(&self, facts: &impl serde::Serialize) -> anyhow::Result<()> {
-        let mut starts = self.starts();
+        let mut starts = self.starts_or_aside()?;
         let facts = serde_json::to_value(facts).context("run: what computes a run is no JSON")?;
         match starts.last_mut() {
             Some(last) if last["run"] != facts => last["run"] = facts,
@@ -168,9 +195,41 @@ impl RunFolder {
     }
 
     /// What run.json holds: an entry for every start.
-    fn starts(&self) -> Vec<Value> {
-        let stored = std::fs::read_to_string(self.path.join("run.json")).ok();
-        stored.and_then(|text| serde_json::from_str(&text).ok()).unwrap_or_default()
+    ///
+    /// # Errors
+    /// The file is there and cannot be read as that.
+    pub fn starts(&self) -> anyhow::Result<Vec<Value>> {
+        RunFolder::starts_in(&self.path)
+    }
+
+    /// The same of a folder that need not be whole, or there.
+    ///
+    /// # Errors
+    /// As for [`RunFolder::starts`].
+    pub fn starts_in(folder: &Path) -> anyhow::Result<Vec<Value>> {
+        let path = folder.join("run.json");
+        let text = match std::fs::read_to_string(&path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+            text => text.with_context(|| format!("run: cannot read `{}`", path.display()))?,
+        };
+        serde_json::from_str(&text).with_context(|| format!("run: `{}` is no list of starts", path.display()))
+    }
+
+    /// The same before the file is written again: one that cannot be read keeps its bytes under another name.
+    fn starts_or_aside(&self) -> anyhow::Result<Vec<Value>> {
+        let problem = match self.starts() {
+            Ok(starts) => return Ok(starts),
+            Err(problem) => problem,
+        };
+        let path = self.path.join("run.json");
+        let aside =
+            (1..).map(|n| self.path.join(if n == 1 { "run.json.bad".into() } else { format!("run.json.bad{n}") }));
+        let aside = aside.into_iter().find(|aside| !aside.exists()).expect("one of endless names is free");
+        std::fs::rename(&path, &aside).with_context(|| cannot_write(&path))?;
+        // Standard error may be closed; a warning that cannot be shown must not end the run.
+        let shown = aside.display();
+        let _ = writeln!(std::io::stderr(), "warning: {problem:#}; it is kept as `{shown}`, and the list begins anew");
+        Ok(Vec::new())
     }
 
     /// Writes a file of the run whole: a reader sees the old text or the new, never a part.
@@ -215,19 +274,55 @@ pub struct JsonLines {
     file: File,
     good_len: u64,
     lost: u64,
+    /// What is wrong with a line that stays, if anything is.
+    pub damage: Option<String>,
+}
+
+/// Which lines of a run's files a resumed run keeps.
+#[derive(Clone, Copy, Debug)]
+pub struct Keep {
+    /// Lines up to this step: the later ones are written again.
+    pub done: u64,
+    /// Not those of that step's evaluation, which is made again.
+    pub score_again: bool,
+}
+
+impl Keep {
+    /// Whether a line is written again.
+    fn drops(self, line: &Value) -> bool {
+        // The lines of samples.jsonl have no kind.
+        let scored = line["kind"] == "eval" || line["kind"].is_null();
+        line["step"].as_u64().is_some_and(|step| step > self.done || (step == self.done && self.score_again && scored))
+    }
 }
 
 impl JsonLines {
-    /// Opens the file for appending after its last line with `step` up to `done`: a resumed run writes the later ones again.
-    pub fn open(path: &Path, done: u64) -> anyhow::Result<JsonLines> {
-        let open = || -> std::io::Result<JsonLines> {
-            let kept = std::fs::read(path).map_or(0, |bytes| kept_len(&bytes, done));
+    /// Opens the file for appending after the lines that stay. A line in the middle that is no JSON stays as it is: it is
+    /// not known to be ours to remove.
+    ///
+    /// # Errors
+    /// The file is there and cannot be read, or it cannot be written.
+    pub fn open(path: &Path, keep: Keep) -> anyhow::Result<JsonLines> {
+        let (kept, damaged) = kept(&read_lines(path)?, keep);
+        let open = || -> std::io::Result<File> {
             let mut file = OpenOptions::new().create(true).truncate(false).write(true).open(path)?;
             file.set_len(kept)?;
             file.seek(SeekFrom::End(0))?;
-            Ok(JsonLines { path: path.to_owned(), file, good_len: kept, lost: 0 })
+            Ok(file)
         };
-        open().with_context(|| cannot_write(path))
+        let file = open().with_context(|| cannot_write(path))?;
+        let damage = damaged.map(|line| format!("run: `{}` line {line} is no JSON and stays as it is", path.display()));
+        Ok(JsonLines { path: path.to_owned(), file, good_len: kept, lost: 0, damage })
+    }
+
+    /// How many whole lines of a file, which need not be there, are as `wanted` says.
+    ///
+    /// # Errors
+    /// The file is there and cannot be read.
+    pub fn count(path: &Path, wanted: impl Fn(&Value) -> bool) -> anyhow::Result<usize> {
+        let bytes = read_lines(path)?;
+        let lines = bytes.split_inclusive(|&byte| byte == b'\n').filter(|line| line.ends_with(b"\n"));
+        Ok(lines.filter_map(|line| serde_json::from_slice(line).ok()).filter(wanted).count())
     }
 
     /// Appends a line. The first of a series of failures is returned as a warning; training goes on without the line.
@@ -252,24 +347,39 @@ impl JsonLines {
     }
 }
 
-/// Bytes of the leading lines that are whole and belong to step `done` or before.
-fn kept_len(bytes: &[u8], done: u64) -> u64 {
-    let mut kept = 0;
-    for line in bytes.split_inclusive(|&byte| byte == b'\n') {
-        let step = serde_json::from_slice::<Value>(line).ok().and_then(|value| value["step"].as_u64());
-        match step {
-            Some(step) if step <= done && line.ends_with(b"\n") => kept += line.len() as u64,
-            _ => break,
+/// The bytes of a file of lines; none if it is not there.
+fn read_lines(path: &Path) -> anyhow::Result<Vec<u8>> {
+    match std::fs::read(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
+        bytes => {
+            bytes.with_context(|| format!("run: cannot read `{}`; make it readable for this user", path.display()))
         }
     }
-    kept
+}
+
+/// Bytes of the leading lines that stay, and the first of them that is no JSON, from 1. A last line without its end is what
+/// a kill leaves, and goes.
+fn kept(bytes: &[u8], keep: Keep) -> (u64, Option<usize>) {
+    let (mut kept, mut damaged) = (0, None);
+    for (index, line) in bytes.split_inclusive(|&byte| byte == b'\n').enumerate() {
+        if !line.ends_with(b"\n") {
+            break;
+        }
+        match serde_json::from_slice::<Value>(line) {
+            Ok(value) if keep.drops(&value) => break,
+            Ok(_) => {}
+            Err(_) => damaged = damaged.or(Some(index + 1)),
+        }
+        kept += line.len() as u64;
+    }
+    (kept, damaged)
 }
 
 #[cfg(test)]
 mod tests {
     use serde_json::json;
 
-    use super::{JsonLines, RunFolder, try_write};
+    use super::{JsonLines, Keep, RunFolder, try_write};
     use crate::config::preset;
     use crate::data::{Corpus, Manifest};
     use crate::exit::Exit;
@@ -282,13 +392,53 @@ mod tests {
         for (name, started) in [("late", "2026-11-29T10:00:00Z"), ("early", "2026-11-28T10:00:00Z")] {
             let provenance = json!({"started": started});
             let run = RunFolder::create(folder.path(), Some(name), &config, &manifest, &provenance).unwrap();
-            std::fs::create_dir(run.checkpoints()).unwrap();
+            std::fs::create_dir_all(run.checkpoints().join("step_000005")).unwrap();
         }
-        assert!(RunFolder::newest(folder.path()).unwrap().path().ends_with("late"));
+        let newest = || RunFolder::newest(folder.path());
+        assert!(newest().0.unwrap().path().ends_with("late"));
         // A start of the other one, noted on resuming.
         let early = RunFolder::open(&folder.path().join("early")).unwrap();
         early.record_resume(&config, &json!({"started": "2026-11-30T10:00:00Z"})).unwrap();
-        assert!(RunFolder::newest(folder.path()).unwrap().path().ends_with("early"));
+        assert!(newest().0.unwrap().path().ends_with("early"));
+        // Killed in its first save: nothing to go on from, so the one before it is taken, and the reader is told.
+        let provenance = json!({"started": "2026-12-01T10:00:00Z"});
+        let killed = RunFolder::create(folder.path(), Some("killed"), &config, &manifest, &provenance).unwrap();
+        std::fs::create_dir_all(killed.checkpoints().join("step_000005.tmp")).unwrap();
+        let (run, passed) = newest();
+        assert!(run.unwrap().path().ends_with("early"));
+        assert_eq!(passed, [killed.path().to_owned()]);
+    }
+
+    #[test]
+    fn a_start_that_fails_leaves_no_folder_and_a_folder_without_a_checkpoint_is_not_to_be_resumed() {
+        let folder = tempfile::tempdir().unwrap();
+        let config = preset("tiny").unwrap();
+        let manifest = Manifest::of(&Corpus::shipped(), None).unwrap();
+        let create = || RunFolder::create(folder.path(), Some("a"), &config, &manifest, &json!({"seed": 0}));
+        let run = create().unwrap();
+        let advice = create().unwrap_err().to_string();
+        assert!(advice.contains("no checkpoint") && !advice.contains("--resume"), "{advice}");
+        std::fs::create_dir_all(run.checkpoints().join("step_000005")).unwrap();
+        let advice = create().unwrap_err().to_string();
+        assert!(advice.contains("--resume"), "{advice}");
+    }
+
+    #[test]
+    fn provenance_that_cannot_be_read_is_kept_aside() {
+        let folder = tempfile::tempdir().unwrap();
+        let config = preset("tiny").unwrap();
+        let manifest = Manifest::of(&Corpus::shipped(), None).unwrap();
+        let run = RunFolder::create(folder.path(), Some("a"), &config, &manifest, &json!({"seed": 0})).unwrap();
+        let at = |name: &str| run.path().join(name);
+        for bad in ["run.json.bad", "run.json.bad2"] {
+            std::fs::write(at("run.json"), bad).unwrap();
+            assert!(run.starts().is_err());
+            run.record_resume(&config, &json!({"seed": 1})).unwrap();
+            assert_eq!(run.starts().unwrap(), [json!({"seed": 1})]);
+            assert_eq!(std::fs::read_to_string(at(bad)).unwrap(), bad);
+        }
+        std::fs::remove_file(at("run.json")).unwrap();
+        assert!(run.starts().unwrap().is_empty());
     }
 
     #[test]
@@ -298,12 +448,12 @@ mod tests {
         let manifest = Manifest::of(&Corpus::shipped(), None).unwrap();
         let create =
             |name: Option<&str>| RunFolder::create(folder.path(), name, &config, &manifest, &json!({"seed": 0}));
-        let run = create(Some("a")).unwrap();
+        let mut run = create(Some("a")).unwrap();
         assert_eq!(run.config().unwrap(), config);
         assert_eq!(run.data_manifest().unwrap().hash(), manifest.hash());
         let error = create(Some("a")).unwrap_err();
         assert_eq!(Exit::of(&error), Exit::Usage);
-        assert!(error.to_string().contains("--resume"), "{error}");
+        assert!(error.to_string().contains("another --name"), "{error}");
         for name in ["", "a/b", "..", ".hidden"] {
             assert_eq!(Exit::of(&create(Some(name)).unwrap_err()), Exit::Usage, "{name:?}");
         }
@@ -313,14 +463,16 @@ mod tests {
         assert!(error.to_string().contains("another process trains in"), "{error}");
         let unnamed = create(None).unwrap();
         assert!(unnamed.path().file_name().unwrap().to_str().unwrap().starts_with("tiny-20"));
-        assert!(RunFolder::newest(folder.path()).is_none());
-        std::fs::create_dir(run.checkpoints()).unwrap();
-        assert_eq!(RunFolder::newest(folder.path()).unwrap().path(), run.path());
+        assert!(RunFolder::newest(folder.path()).0.is_none());
+        std::fs::create_dir_all(run.checkpoints().join("step_000005")).unwrap();
+        assert_eq!(RunFolder::newest(folder.path()).0.unwrap().path(), run.path());
         assert_eq!(Exit::of(&RunFolder::open(folder.path()).unwrap_err()), Exit::Usage);
         assert!(!run.restore(&config, &manifest, &json!({"seed": 0})).unwrap());
         std::fs::remove_dir_all(run.path()).unwrap();
         assert!(run.restore(&config, &manifest, &json!({"seed": 0})).unwrap());
         assert_eq!(RunFolder::open(run.path()).unwrap().config().unwrap(), config);
+        // The lock is on the folder that is there now.
+        assert!(RunFolder::open(run.path()).unwrap().locked().is_err());
         run.record_resume(&config, &json!({"seed": 1})).unwrap();
         let starts: Vec<serde_json::Value> =
             serde_json::from_str(&std::fs::read_to_string(run.path().join("run.json")).unwrap()).unwrap();
@@ -328,7 +480,7 @@ mod tests {
         // What computes a start is known a little later, and belongs to the last one.
         run.record_facts(&json!({"products": ["a"]})).unwrap();
         run.record_facts(&json!({"products": ["a", "b"]})).unwrap();
-        let starts = run.starts();
+        let starts = run.starts().unwrap();
         assert_eq!((starts.len(), &starts[0]["run"]), (2, &serde_json::Value::Null));
         assert_eq!(starts[1], json!({"seed": 1, "run": {"products": ["a", "b"]}}));
     }
@@ -337,17 +489,46 @@ mod tests {
     fn reopened_lines_end_at_the_checkpoint_and_a_torn_line_is_dropped() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
-        let mut lines = JsonLines::open(&path, 0).unwrap();
+        let open = |done| JsonLines::open(&path, Keep { done, score_again: false }).unwrap();
+        let mut lines = open(0);
         for step in 1..=5 {
             assert_eq!(lines.push(&json!({"step": step})), None);
         }
         let read = || std::fs::read_to_string(&path).unwrap();
-        let mut lines = JsonLines::open(&path, 3).unwrap();
+        let mut lines = open(3);
         assert_eq!(read(), "{\"step\":1}\n{\"step\":2}\n{\"step\":3}\n");
         lines.push(&json!({"step": 4}));
         std::fs::write(&path, read() + "{\"step\":5").unwrap();
-        JsonLines::open(&path, 9).unwrap().push(&json!({"step": 6}));
+        open(9).push(&json!({"step": 6}));
         assert_eq!(read(), "{\"step\":1}\n{\"step\":2}\n{\"step\":3}\n{\"step\":4}\n{\"step\":6}\n");
+    }
+
+    #[test]
+    fn a_damaged_line_takes_no_other_line_with_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let text = "{\"step\":1}\n{\"st\u{0}\n{\"step\":2}\n{\"step\":3}\n";
+        std::fs::write(&path, text).unwrap();
+        let lines = JsonLines::open(&path, Keep { done: 2, score_again: false }).unwrap();
+        assert!(lines.damage.unwrap().contains("line 2 is no JSON"));
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), &text[..text.len() - 11]);
+        // What is there and cannot be read is an error, and not an empty file.
+        let unreadable = folder.path().join("folder");
+        std::fs::create_dir(&unreadable).unwrap();
+        let error = JsonLines::open(&unreadable, Keep { done: 2, score_again: false }).err().unwrap();
+        assert!(format!("{error:#}").contains("cannot read"), "{error:#}");
+    }
+
+    #[test]
+    fn an_evaluation_that_is_made_again_is_in_the_file_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let kept = "{\"kind\":\"eval\",\"step\":2}\n{\"kind\":\"step\",\"step\":4}\n";
+        std::fs::write(&path, format!("{kept}{{\"kind\":\"eval\",\"step\":4}}\n")).unwrap();
+        assert_eq!(JsonLines::count(&path, |line| line["kind"] == "eval" && line["step"] == 4).unwrap(), 1);
+        JsonLines::open(&path, Keep { done: 4, score_again: true }).unwrap();
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), kept);
+        assert_eq!(JsonLines::count(&folder.path().join("none"), |_| true).unwrap(), 0);
     }
 
     #[test]
@@ -369,6 +550,7 @@ mod tests {
             file: std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap(),
             good_len: 0,
             lost: 0,
+            damage: None,
         };
         assert!(lines.push(&json!({"step": 1})).unwrap().contains("/dev/full"));
         assert_eq!(lines.push(&json!({"step": 2})), None);

@@ -7,6 +7,13 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 
 use crate::exit::Exit;
 
+/// Makes a write beyond the file size limit return its error: the signal that it raises besides would kill the process in
+/// the middle of a file.
+pub fn ignore_file_size_signal() {
+    // SAFETY: SIG_IGN installs no handler of ours, so no code runs in a signal's context.
+    unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
+}
+
 /// Whether somebody asked the run to stop. Clones share the answer.
 #[derive(Clone, Debug, Default)]
 pub struct Stop(Arc<AtomicBool>);
@@ -18,9 +25,6 @@ impl Stop {
     }
 
     /// A request that the first SIGINT or SIGTERM makes. The second ends the process with exit code 130.
-    ///
-    /// A write beyond the file size limit also raises a signal, which would kill the process in the middle of a save; it is
-    /// ignored from here on, so that the write returns its error instead.
     pub fn on_signals() -> std::io::Result<Stop> {
         let stop = Stop::new();
         for signal in [SIGINT, SIGTERM] {
@@ -28,8 +32,6 @@ impl Stop {
             signal_hook::flag::register_conditional_shutdown(signal, Exit::Interrupted.number(), stop.0.clone())?;
             signal_hook::flag::register(signal, stop.0.clone())?;
         }
-        // SAFETY: SIG_IGN installs no handler of ours, so no code runs in a signal's context.
-        unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
         Ok(stop)
     }
 

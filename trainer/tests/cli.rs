@@ -78,6 +78,40 @@ fn a_wrong_command_line_is_exit_2_and_names_the_right_one() {
     place.run(&["anchor"]).expect(2, &["anchors"]);
     place.run(&[]).expect(2, &["Usage"]);
     place.run(&["anchors", "--seed=-1"]).expect(2, &["--seed"]);
+    // A number is not taken for a flag.
+    place.run(&["anchors", "--seed", "-1"]).expect(2, &["invalid value '-1' for '--seed"]);
+    place.run(&["train", "--max-minutes", "-1"]).expect(2, &["--max-minutes is -1"]);
+    place.run(&["train", "--max-minutes", "nan"]).expect(2, &["--max-minutes is NaN; give a number, 0 or more"]);
+    place.run(&["generate", "runs/a", "--temperature", "-1"]).expect(2, &["--temperature is -1"]);
+    // An empty variable of a script must not mean the text that ships with dormouse.
+    for flag in ["--data", "--eval"] {
+        place.run(&["anchors", flag, ""]).expect(2, &[flag, "it is empty", "leave the flag out"]);
+    }
+    place.run(&["anchors", "--set", "data.path="]).expect(0, &[]);
+    place.run(&["replay", "."]).expect(2, &["`.` is not a bundle", "give the folder nonfinite_"]);
+    place.run(&["inspect", "--run", "runs/a", "--preset", "small"]).expect(2, &["--preset", "cannot be used with"]);
+}
+
+#[test]
+fn a_result_that_cannot_be_written_is_exit_1() {
+    let place = Place::new();
+    for arguments in [&["inspect", "tiny"][..], &["anchors", "--json"], &["arms", "--backend", "cpu"]] {
+        let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let done = place.command(arguments).stdout(full).output().unwrap();
+        process::Done::of(done).expect(1, &["cannot write standard output", "free some space"]);
+    }
+}
+
+#[test]
+fn a_history_on_a_full_disk_keeps_its_rows() {
+    let place = Place::new();
+    let text = dormouse::history::COLUMNS.join("\t") + "\n";
+    place.file("history.tsv", text.as_bytes());
+    let bench = ["bench", "--backend", "cpu", "--preset", "tiny", "--steps", "70", "--append", "history.tsv"];
+    let small = ["--batch", "1", "--seq", "8", "--set", "model.iterations=1"];
+    let done = place.run_limited(&[&bench[..], &small].concat(), text.len() as u64 + 10);
+    done.expect(1, &["cannot write `history.tsv`"]);
+    assert_eq!(std::fs::read_to_string(place.path("history.tsv")).unwrap(), text);
 }
 
 #[test]

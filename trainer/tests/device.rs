@@ -325,6 +325,8 @@ fn what_a_backend_does_not_have_is_refused_with_a_fix() {
     let on_cpu = |more: &[&str]| place.run(&[&["train", "--backend", "cpu", "--steps", "1"], more].concat());
     on_cpu(&["--precision", "bf16"]).expect(2, &["`run.precision` is bf16", "--backend"]);
     on_cpu(&["--arm", "kda=fused"]).expect(2, &["run.arms", "leave --arm out"]);
+    on_cpu(&["--unverified"]).expect(2, &["`run.unverified` is true", "leave --unverified out"]);
+    on_cpu(&["--no-graph"]).expect(2, &["`run.graph` is false", "leave --no-graph out"]);
     on_cpu(&["--atlas", "atlas.tsv"]).expect(2, &["--atlas", "--backend cuda"]);
     place.run(&["train", "--backend", "gpu"]).expect(2, &["gpu", "cuda"]);
     place.run(&["train", "--set", "run.backend=gpu"]).expect(2, &["gpu", "cuda"]);
@@ -335,7 +337,11 @@ fn what_a_backend_does_not_have_is_refused_with_a_fix() {
     let alone = ["check", "--backend", "cpu", "--precision", "tf32,bf16", "--only", "losses", "--quick"];
     place.run(&alone).expect(2, &["nothing to run on the reference"]);
     place.run(&["bench", "--steps", "50"]).expect(2, &["--steps is 50", "70"]);
-    place.run(&["atlas", "top", "missing.tsv"]).expect(1, &["missing.tsv"]);
+    place.run(&["bench", "--steps", "18446744073709551615"]).expect(2, &["--steps is 18446744073709551615", "or less"]);
+    place.run(&["bench", "--processes", "0"]).expect(2, &["--processes is 0"]);
+    place.run(&["bench", "--map", "none/map.md"]).expect(1, &["cannot write `none/map.md`", "give --map a file"]);
+    place.run(&["atlas", "top", "missing.tsv"]).expect(2, &["missing.tsv", "train --atlas"]);
+    place.run(&["check", "--backend", "cpu", "--arms", "nosuch"]).expect(2, &["--arms has `nosuch`", "plain, fused"]);
     if answers() {
         let refused = place.run(&train("a", &["--arm", "rms_norm=fused"]));
         refused.expect(2, &["rms_norm=fused", "without a valid receipt", "--unverified"]);
@@ -346,6 +352,10 @@ fn what_a_backend_does_not_have_is_refused_with_a_fix() {
         let arms = place.run(&["arms"]);
         arms.expect(0, &[]);
         assert!(arms.out.contains("no GPU answers") && arms.out.contains("rms_norm"), "{}", arms.out);
+        // What a GPU elsewhere would take is told for every choice.
+        let plain = place.run(&["arms", "--unverified", "--arm", "rms_norm=plain"]);
+        plain.expect(0, &[]);
+        assert!(plain.out.contains("rms_norm         plain  asked for"), "{}", plain.out);
     }
 }
 

@@ -111,7 +111,11 @@ pub(super) fn write(path: &Path, has_teacher: bool) -> Result<()> {
         let off = effects.iter().find(|effect| effect.lever.switch == JEPA_OFF).map(|effect| effect.after.clone());
         text.push_str(&objective(&base, &from_targets(), &off.context("the map has a lever for it")?));
     }
-    std::fs::write(path, text).with_context(|| format!("bench: cannot write {}", path.display()))
+    std::fs::write(path, text).with_context(|| cannot_write(path))
+}
+
+pub(super) fn cannot_write(path: &Path) -> String {
+    format!("bench: cannot write `{}`; give --map a file in a folder that exists and can be written", path.display())
 }
 
 /// The parts of a stage together.

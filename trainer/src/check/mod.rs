@@ -243,9 +243,10 @@ pub fn command(arguments: &CheckArgs) -> Result<()> {
         let problem = format!("check: {of} {}", names.join(", "));
         bail!(ConfigError::Usage(problem));
     }
+    let forced = arguments.arms.iter().map(|word| forced_arm(word)).collect::<Result<Vec<_>, _>>()?;
     let red = match run.backend {
-        Word::Cuda => on_device(Runtime::Cuda, arguments, &run, only)?,
-        Word::Lavapipe => on_device(Runtime::Lavapipe, arguments, &run, only)?,
+        Word::Cuda => on_device(Runtime::Cuda, arguments, &forced, &run, only)?,
+        Word::Lavapipe => on_device(Runtime::Lavapipe, arguments, &forced, &run, only)?,
         Word::Cpu | Word::Auto => {
             let open = |_| Ok(Reference::<f32>::new());
             let whole = OnceCell::new();
@@ -268,16 +269,26 @@ pub fn command(arguments: &CheckArgs) -> Result<()> {
     Ok(())
 }
 
-fn on_device(runtime: Runtime, arguments: &CheckArgs, run: &RunConfig, only: &str) -> Result<usize> {
+/// The arm of a word of `--arms`; none for what a run would take.
+fn forced_arm(word: &str) -> Result<Option<Arm>, ConfigError> {
+    let forced = Arm::ALL.into_iter().find(|arm| arm.word() == word);
+    if forced.is_none() && word != "default" {
+        let fix = "give plain, fused, or default for what a run would take";
+        return Err(ConfigError::Usage(format!("check: --arms has `{word}`; {fix}")));
+    }
+    Ok(forced)
+}
+
+fn on_device(
+    runtime: Runtime,
+    arguments: &CheckArgs,
+    arms: &[Option<Arm>],
+    run: &RunConfig,
+    only: &str,
+) -> Result<usize> {
     say(&Gpu::open(runtime)?.describe());
     let mut red = 0;
-    for word in &arguments.arms {
-        let forced = Arm::ALL.into_iter().find(|arm| arm.word() == word);
-        if forced.is_none() && word != "default" {
-            let problem =
-                format!("check: --arms has `{word}`; give plain, fused, or default for what a run would take");
-            bail!(ConfigError::Usage(problem));
-        }
+    for (word, &forced) in arguments.arms.iter().zip(arms) {
         for &math in &arguments.precision {
             let open = |graphs: bool| -> Result<Gpu> {
                 let (b, _) = backend::open(runtime, &RunConfig { precision: math, graph: graphs, ..run.clone() })?;

@@ -12,9 +12,10 @@ mod store;
 
 pub use disk::free_bytes;
 pub use state::{State, Tensor, TensorData};
-pub use store::{Found, best_good, list, newest_good, retain};
+pub use store::{Found, any, best_good, list, newest_good, retain};
 
 use std::collections::BTreeMap;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -37,6 +38,10 @@ const CONFIG: &str = "config.toml";
 /// The n-gram table of a run that has it in host memory.
 const TABLE: &str = "engram.table";
 const MANIFEST: &str = "manifest.json";
+/// The batch of a bundle, and what is known about it.
+const BUNDLE: [&str; 2] = [BATCH, "nonfinite.json"];
+/// The batch's file.
+pub const BATCH: &str = "batch.bin";
 
 /// What went wrong with a checkpoint.
 #[derive(Debug, thiserror::Error)]
@@ -149,8 +154,51 @@ pub fn save(parent: &Path, state: &State, facts: &Facts) -> Result<PathBuf, Chec
     saved
 }
 
+/// Writes the bundle of a run that stopped being finite: the files of a checkpoint, the batch, and what is known about it.
+/// The folder has its name only when it is complete; one of an earlier try is replaced.
+///
+/// # Errors
+/// As for [`save`].
+pub fn write_bundle(
+    folder: &Path,
+    state: &State,
+    facts: &Facts,
+    batch: Vec<u8>,
+    about: Vec<u8>,
+) -> Result<(), CheckpointError> {
+    let beside = |end: &str| {
+        let mut name = folder.as_os_str().to_owned();
+        name.push(end);
+        PathBuf::from(name)
+    };
+    let (unfinished, replaced) = (beside(".tmp"), beside(".old.tmp"));
+    // What a killed try has left.
+    let remove = |path: &Path| _ = std::fs::remove_dir_all(path);
+    remove(&unfinished);
+    remove(&replaced);
+    let more = BUNDLE.into_iter().zip([batch, about]).collect();
+    let written = write_files(&unfinished, state, facts, more).and_then(|()| {
+        if folder.exists() {
+            disk::rename(folder, &replaced)?;
+        }
+        disk::rename(&unfinished, folder)?;
+        disk::sync_folder(folder.parent().unwrap_or(folder))
+    });
+    remove(if written.is_ok() { &replaced } else { &unfinished });
+    written
+}
+
 /// Writes the files of a checkpoint into `folder`, the manifest last, all synced.
 pub fn write_folder(folder: &Path, state: &State, facts: &Facts) -> Result<(), CheckpointError> {
+    write_files(folder, state, facts, Vec::new())
+}
+
+fn write_files(
+    folder: &Path,
+    state: &State,
+    facts: &Facts,
+    more: Vec<(&'static str, Vec<u8>)>,
+) -> Result<(), CheckpointError> {
     let mut files = vec![
         (WEIGHTS, state::to_safetensors(&state.weights)),
         (OPTIMIZER, state::to_safetensors(&state.optimizer)),
@@ -159,6 +207,7 @@ pub fn write_folder(folder: &Path, state: &State, facts: &Facts) -> Result<(), C
     if !state.teacher.is_empty() {
         files.push((TEACHER, state::to_safetensors(&state.teacher)));
     }
+    files.extend(more);
     let needed = files.iter().map(|(_, bytes)| bytes.len() as u64).sum::<u64>();
     let needed = needed + state.table.as_ref().map_or(0, |table| table.file_bytes());
     disk::create_folder(folder)?;
@@ -251,16 +300,27 @@ fn read_checked(folder: &Path) -> Result<(Manifest, BTreeMap<String, Vec<u8>>), 
     let damaged = |problem: String| CheckpointError::Damaged { path: folder.to_owned(), problem };
     let manifest = read_manifest(folder)?;
     let mut contents = BTreeMap::new();
-    let teacher = manifest.files.contains_key(TEACHER).then_some(TEACHER);
-    for name in [WEIGHTS, OPTIMIZER, CONFIG].into_iter().chain(teacher) {
+    let has = |name: &&str| manifest.files.contains_key(*name);
+    // A teacher is not in every checkpoint, and a batch is in bundles alone.
+    let others = [TEACHER].into_iter().chain(BUNDLE).filter(has);
+    for name in [WEIGHTS, OPTIMIZER, CONFIG].into_iter().chain(others) {
         let entry = manifest.files.get(name).ok_or_else(|| damaged(format!("{MANIFEST} does not list {name}")))?;
         let path = folder.join(name);
-        let bytes = disk::read(&path).map_err(|error| damaged(error.to_string()))?;
+        let bytes = disk::read(&path).map_err(|error| lost(folder, error))?;
         let got = FileEntry { bytes: bytes.len() as u64, crc32c: crc32c::crc32c(&bytes) };
         difference(name, &got, entry).map_err(damaged)?;
         contents.insert(name.to_owned(), bytes);
     }
     Ok((manifest, contents))
+}
+
+/// A file that is gone is damage to its checkpoint; one that this user cannot read is none.
+fn lost(folder: &Path, error: CheckpointError) -> CheckpointError {
+    let gone = matches!(&error, CheckpointError::Io { cause, .. } if cause.kind() == ErrorKind::NotFound);
+    match gone {
+        true => CheckpointError::Damaged { path: folder.to_owned(), problem: error.to_string() },
+        false => error,
+    }
 }
 
 /// An error of a table's file as one of the checkpoint's.
@@ -276,7 +336,7 @@ pub fn verify(folder: &Path) -> Result<Manifest, CheckpointError> {
     let damaged = |problem: String| CheckpointError::Damaged { path: folder.to_owned(), problem };
     let (manifest, _) = read_checked(folder)?;
     if let Some(entry) = manifest.files.get(TABLE) {
-        let got = disk::sealed_entry(&folder.join(TABLE)).map_err(|error| damaged(error.to_string()))?;
+        let got = disk::sealed_entry(&folder.join(TABLE)).map_err(|error| lost(folder, error))?;
         difference(TABLE, &got, entry).map_err(damaged)?;
     }
     Ok(manifest)

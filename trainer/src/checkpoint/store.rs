@@ -73,6 +73,11 @@ pub(super) fn folders(parent: &Path) -> Result<Vec<(u64, PathBuf)>, CheckpointEr
     Ok(found)
 }
 
+/// Whether there is a finished checkpoint under `parent`, good or not.
+pub fn any(parent: &Path) -> bool {
+    folders(parent).is_ok_and(|all| !all.is_empty())
+}
+
 /// Removes what a killed save left behind.
 pub(super) fn remove_unfinished(parent: &Path) {
     for entry in std::fs::read_dir(parent).into_iter().flatten().flatten() {

@@ -17,6 +17,7 @@ use crate::cli::CompareArgs;
 use crate::config::ConfigError;
 use crate::exit::NonFiniteControl;
 use crate::host;
+use crate::model::check_batch;
 use crate::progress::say;
 use crate::run::try_write;
 use crate::signals::Stop;
@@ -95,6 +96,8 @@ fn can_run(plan: &Plan, arguments: &CompareArgs, build: Build) -> Result<()> {
         let runs = plan.seeds.iter().map(|&seed| Run::new(&arguments.runs, contender, seed).ended());
         let outcomes = runs.collect::<Result<Vec<_>>>()?;
         if outcomes.iter().any(Option::is_none) {
+            check_batch(&contender.config, host::machine_memory_bytes())
+                .with_context(|| format!("compare: `{}` cannot run", contender.name))?;
             build(&contender.config).with_context(|| format!("compare: `{}` cannot run", contender.name))?;
         }
     }
@@ -118,7 +121,7 @@ fn one_build(plan: &Plan, arguments: &CompareArgs) -> Result<()> {
     for &seed in &plan.seeds {
         for contender in &plan.contenders {
             let run = Run::new(&arguments.runs, contender, seed);
-            let mut builds = run.builds();
+            let mut builds = run.builds()?;
             if run.ended()?.is_none() {
                 builds.push(this.clone());
             }

@@ -7,11 +7,14 @@ use toml::Value;
 
 use crate::backend::settle;
 use crate::cli::CompareArgs;
-use crate::config::{Change, Config, ConfigError, PRESETS, Sources, changes, flatten, resolve};
+use crate::config::{Change, Config, ConfigError, Engram, PRESETS, Rule, Sources, changes, flatten, resolve};
 use crate::data::Data;
 
 /// Fewest seeds that say anything about what a seed does.
 const FEWEST_SEEDS: u32 = 3;
+
+/// Most seeds: far more than anybody waits for.
+const MOST_SEEDS: u32 = 1000;
 
 /// Keys that a control and its candidates must share: they decide which bytes a run learns from and is scored on.
 const SHARED: [&str; 7] = [
@@ -56,6 +59,9 @@ impl Plan {
         if arguments.seeds < FEWEST_SEEDS {
             let problem = format!("--seeds is {}, expected {FEWEST_SEEDS} or more", arguments.seeds);
             return Err(usage(format!("{problem}: fewer do not show what a seed alone changes")).into());
+        }
+        if arguments.seeds > MOST_SEEDS {
+            return Err(usage(format!("--seeds is {}, expected {MOST_SEEDS} or fewer", arguments.seeds)).into());
         }
         if arguments.candidate.is_empty() && arguments.set.is_empty() {
             let fix = "give --candidate FILE, --set KEY=VALUE (of the candidate), or both";
@@ -161,6 +167,14 @@ fn tells(key: &str) -> bool {
     !reported && !["preset", "seed", "data.path", "data.eval_path"].contains(&key)
 }
 
+/// Whether a key belongs to a part that the configuration has not, so that it moves no number.
+fn inert(config: &Config, key: &str) -> bool {
+    let of_rule = key.starts_with("optimizer.muon_") && config.optimizer.rule != Rule::Muon;
+    let of_memory = key.starts_with("model.engram_") && config.model.engram == Engram::Off;
+    let of_objective = key.starts_with("jepa.") && key != "jepa.mode" && !config.jepa.on();
+    of_rule || of_memory || of_objective
+}
+
 fn telling(control: &Config, candidate: &Config) -> Vec<Change> {
     changes(control, candidate).into_iter().filter(|change| tells(&change.key)).collect()
 }
@@ -168,7 +182,7 @@ fn telling(control: &Config, candidate: &Config) -> Vec<Change> {
 fn identity(config: &Config, data: &str) -> String {
     let mut hasher = blake3::Hasher::new();
     hasher.update(data.as_bytes());
-    for (key, value) in flatten(config).iter().filter(|(key, _)| tells(key)) {
+    for (key, value) in flatten(config).iter().filter(|(key, _)| tells(key) && !inert(config, key)) {
         hasher.update(format!("\n{key}={value}").as_bytes());
     }
     hasher.finalize().to_hex()[..16].to_owned()
@@ -328,6 +342,15 @@ mod tests {
         );
         // What is only reported otherwise is no other configuration.
         refused("--control tiny --set log.every_steps=7", &["`candidate` and `control` are one configuration"]);
+        // Nor is what belongs to a part that neither has.
+        for key in ["optimizer.muon_lr=0.5", "model.engram_rows=64", "jepa.weight=0.5"] {
+            refused(&format!("--control tiny --set {key}"), &["`candidate` and `control` are one configuration"]);
+        }
+        plan("--control tiny --both optimizer.rule=muon --set optimizer.muon_lr=0.5").unwrap();
+        refused(
+            "--control tiny --seeds 4294967295 --set optimizer.lr=2e-3",
+            &["--seeds is 4294967295", "1000 or fewer"],
+        );
         refused("--control tiny --set optimizer.lrr=1", &["unknown key"]);
         refused("--control tiny --set optimizer.lr=2e-3 --seed 9223372036854775807", &["do not fit", "--seed"]);
     }

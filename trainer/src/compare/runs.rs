@@ -23,8 +23,8 @@ const RESULT: &str = "result.json";
 const LOG: &str = "log.txt";
 
 /// What a folder may hold of a run that was killed before its first checkpoint.
-const LEFTOVERS: [&str; 7] =
-    ["config.toml", "data.json", "run.json", "metrics.jsonl", "samples.jsonl", "anchors.json", LOG];
+const LEFTOVERS: [&str; 8] =
+    ["config.toml", "data.json", "run.json", "run.json.bad", "metrics.jsonl", "samples.jsonl", "anchors.json", LOG];
 
 /// How a run ended.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -94,9 +94,14 @@ impl<'a> Run<'a> {
     }
 
     /// The programs that have trained in the folder, by their hashes, in the order of their first start.
-    pub fn builds(&self) -> Vec<String> {
-        let text = std::fs::read_to_string(self.path.join("run.json")).unwrap_or_default();
-        let starts: Vec<Value> = serde_json::from_str(&text).unwrap_or_default();
+    ///
+    /// # Errors
+    /// A usage error if it was noted and cannot be read: nobody knows which program it was.
+    pub fn builds(&self) -> Result<Vec<String>> {
+        let starts = RunFolder::starts_in(&self.path).map_err(|problem| {
+            let fix = "remove the folder to run it anew, or give --any-build to count it all the same";
+            usage(format!("which program made {} is not known: {problem:#}; {fix}", self.label()))
+        })?;
         let mut builds = Vec::new();
         for start in &starts {
             let build = start["binary_blake3"].as_str().unwrap_or("unknown").to_owned();
@@ -104,7 +109,7 @@ impl<'a> Run<'a> {
                 builds.push(build);
             }
         }
-        builds
+        Ok(builds)
     }
 
     /// Starts it or goes on with it, and notes how it ended; `None` if it was stopped before that.
@@ -290,10 +295,14 @@ mod tests {
     fn builds_are_those_that_started_the_run() {
         let (folder, contender) = (tempfile::tempdir().unwrap(), contender());
         let run = Run::new(folder.path(), &contender, 0);
-        assert!(run.builds().is_empty());
+        assert!(run.builds().unwrap().is_empty());
         std::fs::create_dir(&run.path).unwrap();
         let starts = r#"[{"binary_blake3":"aa"},{"binary_blake3":"bb"},{"binary_blake3":"aa"},{}]"#;
         std::fs::write(run.path.join("run.json"), starts).unwrap();
-        assert_eq!(run.builds(), ["aa", "bb", "unknown"]);
+        assert_eq!(run.builds().unwrap(), ["aa", "bb", "unknown"]);
+        std::fs::write(run.path.join("run.json"), &starts[..30]).unwrap();
+        let error = run.builds().unwrap_err();
+        assert_eq!(Exit::of(&error), Exit::Usage);
+        assert!(error.to_string().contains("run.json") && error.to_string().contains("--any-build"), "{error}");
     }
 }

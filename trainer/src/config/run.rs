@@ -128,6 +128,14 @@ impl RunConfig {
         if !self.arms.is_empty() {
             return Err(invalid("run.arms", "is not empty, and the reference has one arm".into(), "leave --arm out"));
         }
+        if self.unverified {
+            let fix = "leave --unverified out, or give --set run.unverified=false";
+            return Err(invalid("run.unverified", "is true, and the reference has no fused kernels".into(), fix));
+        }
+        if !self.graph {
+            let fix = "leave --no-graph out, or give --set run.graph=true";
+            return Err(invalid("run.graph", "is false, and the reference captures no graphs".into(), fix));
+        }
         Ok(())
     }
 }

@@ -1,6 +1,6 @@
 //! The bytes: files read by position, and their identity.
 
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io::{ErrorKind, Read};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -21,6 +21,8 @@ pub struct Corpus {
     name: String,
     parts: Vec<Part>,
     len: u64,
+    /// Entries of the folder that are not read.
+    left_out: Vec<PathBuf>,
 }
 
 #[derive(Debug)]
@@ -34,9 +36,38 @@ struct Part {
 
 #[derive(Debug)]
 enum Source {
-    File(PathBuf),
+    File(PathBuf, Stamp),
     Static(&'static [u8]),
     Owned(Vec<u8>),
+}
+
+/// What a file looked like when it was opened: whoever writes into it, or puts another in its place, changes this.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Stamp {
+    len: u64,
+    /// Seconds and nanoseconds of the last write.
+    written: (i64, i64),
+    device_inode: (u64, u64),
+}
+
+impl Stamp {
+    fn of(metadata: &Metadata) -> Stamp {
+        let written = (metadata.mtime(), metadata.mtime_nsec());
+        Stamp { len: metadata.len(), written, device_inode: (metadata.dev(), metadata.ino()) }
+    }
+
+    /// Refuses a file that no longer is as it was.
+    fn check(self, path: &Path, now: &Metadata) -> Result<(), DataError> {
+        let show = |stamp: Stamp| {
+            let ((seconds, nanoseconds), inode) = (stamp.written, stamp.device_inode.1);
+            format!("{} bytes written at {seconds}.{nanoseconds:09} (inode {inode})", stamp.len)
+        };
+        let now = Stamp::of(now);
+        if now == self {
+            return Ok(());
+        }
+        Err(DataError::Changed { path: path.display().to_string(), expected: show(self), got: show(now) })
+    }
 }
 
 impl Corpus {
@@ -53,15 +84,17 @@ impl Corpus {
 
     fn of_source(name: &str, source: Source, len: usize) -> Corpus {
         let part = Part { name: name.to_owned(), source, start: 0, len: len as u64 };
-        Corpus { name: name.to_owned(), parts: vec![part], len: len as u64 }
+        Corpus { name: name.to_owned(), parts: vec![part], len: len as u64, left_out: Vec::new() }
     }
 
     /// Opens a file, or every file below a folder (sorted by path, links to files followed).
     ///
-    /// A file without bytes inside a folder adds nothing; alone it is an error.
+    /// A file without bytes inside a folder adds nothing; alone it is an error. What is no file and no folder (a pipe, a
+    /// link to a folder) is left out, and [`Corpus::left_out`] names it.
     ///
     /// # Errors
-    /// [`DataError`] if the path is missing, unreadable, or holds fewer than 2 bytes (one to read, one to predict).
+    /// [`DataError`] if the path is missing, unreadable, or holds fewer than 2 bytes (one to read, one to predict); if a
+    /// link in a folder leads nowhere.
     pub fn open(path: &Path) -> Result<Corpus, DataError> {
         let unreadable = |cause| DataError::Unreadable { path: path.to_owned(), cause };
         let root = match std::fs::canonicalize(path) {
@@ -72,10 +105,11 @@ impl Corpus {
             Err(error) => return Err(unreadable(error)),
         };
         let metadata = std::fs::metadata(&root).map_err(unreadable)?;
-        let mut files = Vec::new();
+        let (mut files, mut left_out) = (Vec::new(), Vec::new());
         if metadata.is_dir() {
-            collect_files(&root, &mut files)?;
+            collect_files(&root, &mut files, &mut left_out)?;
             files.sort();
+            left_out.sort();
         } else if metadata.is_file() {
             files.push(root.clone());
         } else {
@@ -84,11 +118,11 @@ impl Corpus {
         let mut parts = Vec::new();
         let mut len = 0;
         for file in files {
-            let size = File::open(&file)
+            let metadata = File::open(&file)
                 .and_then(|open| open.metadata())
-                .map_err(|cause| DataError::Unreadable { path: file.clone(), cause })?
-                .len();
-            parts.push(Part { name: file.display().to_string(), source: Source::File(file), start: len, len: size });
+                .map_err(|cause| DataError::Unreadable { path: file.clone(), cause })?;
+            let (name, size) = (file.display().to_string(), metadata.len());
+            parts.push(Part { name, source: Source::File(file, Stamp::of(&metadata)), start: len, len: size });
             len += size;
         }
         if metadata.is_dir() && len == 0 {
@@ -103,7 +137,7 @@ impl Corpus {
                 fix: "leave --data out to use the text that ships with dormouse".into(),
             });
         }
-        Ok(Corpus { name: root.display().to_string(), parts, len })
+        Ok(Corpus { name: root.display().to_string(), parts, len, left_out })
     }
 
     /// Bytes in the stream.
@@ -122,11 +156,31 @@ impl Corpus {
         self.parts.len()
     }
 
+    /// Entries of a folder that are neither files nor folders, and links to folders.
+    pub fn left_out(&self) -> &[PathBuf] {
+        &self.left_out
+    }
+
+    /// Checks that every file still is what it was when it was opened, by its length and times; no byte is read.
+    ///
+    /// # Errors
+    /// [`DataError::Changed`] if one is not, [`DataError::Unreadable`] if it is gone.
+    pub fn check_unchanged(&self) -> Result<(), DataError> {
+        for part in &self.parts {
+            if let Source::File(path, stamp) = &part.source {
+                let now = std::fs::metadata(path);
+                let now = now.map_err(|cause| DataError::Unreadable { path: path.clone(), cause })?;
+                stamp.check(path, &now)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Reads `len` bytes from position `start` of the stream, across files where they meet.
     ///
     /// # Errors
-    /// [`DataError::Changed`] if a file has become shorter since it was opened, [`DataError::Unreadable`] if it cannot be
-    /// read.
+    /// [`DataError::Changed`] if a file was written to or replaced since it was opened, [`DataError::Unreadable`] if it
+    /// cannot be read.
     pub fn read(&self, start: u64, len: usize) -> Result<Vec<u8>, DataError> {
         assert!(start + len as u64 <= self.len, "read of {len} bytes at {start} in a corpus of {}", self.len);
         let mut bytes = vec![0; len];
@@ -139,17 +193,19 @@ impl Corpus {
             let take = ((part.len - offset) as usize).min(len - filled);
             let target = &mut bytes[filled..filled + take];
             match &part.source {
-                Source::File(path) => {
-                    File::open(path).and_then(|file| file.read_exact_at(target, offset)).map_err(|cause| match cause
-                        .kind()
-                    {
+                Source::File(path, stamp) => {
+                    let unreadable = |cause| DataError::Unreadable { path: path.clone(), cause };
+                    let file = File::open(path).map_err(unreadable)?;
+                    file.read_exact_at(target, offset).map_err(|cause| match cause.kind() {
                         ErrorKind::UnexpectedEof => DataError::Changed {
                             path: path.display().to_string(),
                             expected: format!("{} bytes", part.len),
                             got: format!("an end before byte {}", offset + take as u64),
                         },
-                        _ => DataError::Unreadable { path: path.clone(), cause },
-                    })?
+                        _ => unreadable(cause),
+                    })?;
+                    // Asked after the bytes were read, so that a change in between is noticed.
+                    stamp.check(path, &file.metadata().map_err(unreadable)?)?;
                 }
                 Source::Static(all) => target.copy_from_slice(&all[offset as usize..offset as usize + take]),
                 Source::Owned(all) => target.copy_from_slice(&all[offset as usize..offset as usize + take]),
@@ -170,17 +226,20 @@ impl Part {
         let (hash, len, device_inode) = match &self.source {
             Source::Static(bytes) => (blake3::hash(bytes), bytes.len() as u64, None),
             Source::Owned(bytes) => (blake3::hash(bytes), bytes.len() as u64, None),
-            Source::File(path) => {
-                hash_file(path).map_err(|cause| DataError::Unreadable { path: path.clone(), cause })?
+            Source::File(path, stamp) => {
+                let unreadable = |cause| DataError::Unreadable { path: path.clone(), cause };
+                let (hash, len, now) = hash_file(path).map_err(unreadable)?;
+                stamp.check(path, &now)?;
+                (hash, len, Some(stamp.device_inode))
             }
         };
         Ok(ManifestFile { path: self.name.clone(), bytes: len, blake3: hash.to_hex().to_string(), device_inode })
     }
 }
 
-fn hash_file(path: &Path) -> std::io::Result<(blake3::Hash, u64, Option<(u64, u64)>)> {
+/// The hash of a file's bytes, how many they are, and what the file is after they were read.
+fn hash_file(path: &Path) -> std::io::Result<(blake3::Hash, u64, Metadata)> {
     let mut file = File::open(path)?;
-    let metadata = file.metadata()?;
     let mut hasher = blake3::Hasher::new();
     let mut buffer = vec![0; 1 << 20];
     let mut len = 0;
@@ -192,21 +251,29 @@ fn hash_file(path: &Path) -> std::io::Result<(blake3::Hash, u64, Option<(u64, u6
         hasher.update(&buffer[..read]);
         len += read as u64;
     }
-    Ok((hasher.finalize(), len, Some((metadata.dev(), metadata.ino()))))
+    Ok((hasher.finalize(), len, file.metadata()?))
 }
 
-fn collect_files(folder: &Path, files: &mut Vec<PathBuf>) -> Result<(), DataError> {
+/// The files below a folder, and the entries that are none.
+fn collect_files(folder: &Path, files: &mut Vec<PathBuf>, left_out: &mut Vec<PathBuf>) -> Result<(), DataError> {
     let unreadable = |cause| DataError::Unreadable { path: folder.to_owned(), cause };
     for entry in std::fs::read_dir(folder).map_err(unreadable)? {
         let entry = entry.map_err(unreadable)?;
         let path = entry.path();
         let kind = entry.file_type().map_err(unreadable)?;
         if kind.is_dir() {
-            collect_files(&path, files)?;
-        } else if kind.is_file() || (kind.is_symlink() && path.is_file()) {
-            // A link to a folder is not followed: it could lead back to where it stands.
-            files.push(path);
+            collect_files(&path, files, left_out)?;
+            continue;
         }
+        let file = match kind.is_symlink() {
+            // A link that leads nowhere was meant to be data.
+            true => {
+                std::fs::metadata(&path).map_err(|cause| DataError::Unreadable { path: path.clone(), cause })?.is_file()
+            }
+            false => kind.is_file(),
+        };
+        // A link to a folder is not followed: it could lead back to where it stands.
+        if file { &mut *files } else { &mut *left_out }.push(path);
     }
     Ok(())
 }

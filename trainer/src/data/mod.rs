@@ -190,6 +190,28 @@ impl Data {
         Ok(Batch { step, ..self.batch(source, train.batch_rows)? })
     }
 
+    /// Checks that no file was written to or replaced since the data was opened; no byte is read.
+    ///
+    /// # Errors
+    /// As for [`Corpus::check_unchanged`].
+    pub fn check_unchanged(&self) -> Result<(), DataError> {
+        self.corpora().try_for_each(Corpus::check_unchanged)
+    }
+
+    /// The line about entries of folders that are not read, if there are any.
+    pub fn left_out(&self) -> Option<String> {
+        let entries: Vec<&PathBuf> = self.corpora().flat_map(Corpus::left_out).collect();
+        let first = entries.first()?.display();
+        let count = entries.len();
+        Some(format!(
+            "data: {count} entries are no files, or links to folders, and are left out; the first is `{first}`"
+        ))
+    }
+
+    fn corpora(&self) -> impl Iterator<Item = &Corpus> {
+        std::iter::once(&*self.corpus).chain(self.eval_corpus.as_deref())
+    }
+
     /// The held-out windows, each `eval_bytes + 1` bytes, in the order they are always scored in.
     pub fn eval_windows(&self) -> Result<Vec<Vec<u8>>, DataError> {
         let corpus = self.eval_corpus.as_ref().unwrap_or(&self.corpus);
@@ -223,8 +245,11 @@ fn enough(config: &Config, len: u64, has_eval_corpus: bool, window: usize) -> u6
         let longest = |segments: &[Segment]| segments.iter().map(Segment::len).max().unwrap_or(0);
         longest(&train) > config.data.seq_bytes as u64 && longest(&eval) > config.data.eval_bytes as u64
     };
-    let most = 64 * (config.data.seq_bytes.max(config.data.eval_bytes) as u64 + 1).next_multiple_of(4096);
-    (len + 1..most).step_by(256).find(fits).unwrap_or(most)
+    let longest = config.data.seq_bytes.max(config.data.eval_bytes) as u64 + 1;
+    let most = 64 * longest.next_multiple_of(4096);
+    // Each length is a sixteenth above the one before: some seventy of them reach `most`, whatever the windows are.
+    let lengths = std::iter::successors(Some(longest.max(len + 1)), |len| Some(len + len / 16 + 1));
+    lengths.take_while(|len| *len < most).find(fits).unwrap_or(most)
 }
 
 /// Reads the rows of one step.

@@ -152,6 +152,65 @@ fn folders_are_one_stream_in_sorted_order() {
 }
 
 #[test]
+fn what_is_no_file_is_left_out_and_named_and_a_link_to_nothing_is_refused() {
+    use std::os::unix::fs::symlink;
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    std::fs::create_dir(at("sub")).unwrap();
+    std::fs::write(at("sub/a"), "123").unwrap();
+    symlink(at("sub/a"), at("file")).unwrap();
+    assert!(Corpus::open(folder.path()).unwrap().left_out().is_empty());
+    symlink(at("sub"), at("loop")).unwrap();
+    let _socket = std::os::unix::net::UnixListener::bind(at("socket")).unwrap();
+    let corpus = Corpus::open(folder.path()).unwrap();
+    assert_eq!((corpus.len(), corpus.files()), (6, 2));
+    let left: Vec<_> = corpus.left_out().iter().map(|path| path.file_name().unwrap()).collect();
+    assert_eq!(left, ["loop", "socket"]);
+    symlink(at("gone"), at("dangling")).unwrap();
+    let error = Corpus::open(folder.path()).unwrap_err();
+    assert!(matches!(&error, DataError::Unreadable { path, .. } if path.ends_with("dangling")), "{error}");
+}
+
+#[test]
+fn a_file_that_is_written_to_or_replaced_is_noticed_when_it_is_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("text");
+    let wait = || std::thread::sleep(std::time::Duration::from_millis(50));
+    let changed = |corpus: &Corpus| {
+        assert!(matches!(corpus.read(0, 3), Err(DataError::Changed { .. })));
+        assert!(matches!(corpus.check_unchanged(), Err(DataError::Changed { .. })));
+        assert!(matches!(Manifest::of(corpus, None), Err(DataError::Changed { .. })));
+    };
+    std::fs::write(&path, "some text").unwrap();
+    let corpus = Corpus::open(&path).unwrap();
+    assert_eq!(corpus.read(0, 4).unwrap(), b"some");
+    corpus.check_unchanged().unwrap();
+    wait();
+    std::fs::write(&path, "same size").unwrap();
+    changed(&corpus);
+    let corpus = Corpus::open(&path).unwrap();
+    std::fs::write(folder.path().join("other"), "same size").unwrap();
+    std::fs::rename(folder.path().join("other"), &path).unwrap();
+    changed(&corpus);
+    let corpus = Corpus::open(&path).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    assert!(matches!(corpus.check_unchanged(), Err(DataError::Unreadable { .. })));
+}
+
+/// A quarter of a million splits of a gigabyte each would be hours.
+#[test]
+fn windows_that_are_far_too_long_are_refused_at_once() {
+    let began = std::time::Instant::now();
+    for (seq_bytes, eval_bytes) in [(1 << 24, 64), (64, 1 << 24)] {
+        let mut config = config();
+        (config.data.seq_bytes, config.data.eval_bytes) = (seq_bytes, eval_bytes);
+        let error = Data::new(&config, Corpus::shipped(), None).err().unwrap();
+        assert!(matches!(error, DataError::TooSmall { needed, .. } if needed > 1 << 24), "{error}");
+    }
+    assert!(began.elapsed() < std::time::Duration::from_secs(60), "{:?}", began.elapsed());
+}
+
+#[test]
 fn unusable_corpora_say_what_is_wrong() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("data");

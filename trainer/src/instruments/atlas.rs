@@ -14,12 +14,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
-use std::io::{BufWriter, Write};
+use std::io::{BufWriter, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 
 use super::Sites;
+use crate::config::ConfigError;
 
 /// The header of the rows.
 const COLUMNS: &str = "step\tstage\top\tkernel\tlaunches\tnodes\talloc_bytes\tsyncs\tdevice_us";
@@ -44,7 +45,7 @@ pub struct Writer {
 impl Writer {
     /// Starts the file with what identifies the run.
     pub fn create(path: &Path, keys: &BTreeMap<String, String>, now: Sites) -> Result<Self> {
-        let file = File::create(path).with_context(|| format!("atlas: cannot write `{}`", path.display()))?;
+        let file = File::create_new(path).with_context(|| format!("atlas: cannot write `{}`", path.display()))?;
         let mut writer = Self { path: path.to_owned(), out: BufWriter::new(file), last: now };
         let mut text = String::new();
         for (key, value) in keys {
@@ -64,7 +65,7 @@ impl Writer {
     /// Writes the rows of a step: what was counted since the last call.
     ///
     /// # Errors
-    /// The file cannot be written; the host waited in a stage where no wait belongs, which a step must not need.
+    /// The file cannot be written, which is a [`std::io::Error`]; the host waited in a stage where no wait belongs, which a step must not need.
     pub fn step(&mut self, step: u64, now: Sites) -> Result<()> {
         let mut text = String::new();
         for (&(stage, kernel), site) in &now {
@@ -162,7 +163,14 @@ pub struct Atlas {
 impl Atlas {
     /// Reads a file; every line must be one that [`Writer`] writes.
     pub fn read(path: &Path) -> Result<Self> {
-        let text = std::fs::read_to_string(path).with_context(|| format!("atlas: cannot read `{}`", path.display()))?;
+        let text = match std::fs::read_to_string(path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                let problem =
+                    format!("atlas: `{}` does not exist; give a file that `train --atlas` wrote", path.display());
+                bail!(ConfigError::Usage(problem));
+            }
+            text => text.with_context(|| format!("atlas: cannot read `{}`", path.display()))?,
+        };
         Self::parse(&text).with_context(|| format!("atlas: `{}`", path.display()))
     }
 
@@ -228,9 +236,13 @@ impl Atlas {
     /// This run minus another, kernel by kernel.
     ///
     /// # Errors
-    /// The runs differ in a key that is not among `declared`.
+    /// The runs differ in a key that is not among `declared`; one of those is a key of neither.
     pub fn diff(&self, other: &Self, declared: &[String], n: usize) -> Result<String> {
         let keys: BTreeSet<&String> = self.keys.keys().chain(other.keys.keys()).collect();
+        if let Some(unknown) = declared.iter().find(|key| !keys.contains(key)) {
+            let problem = format!("atlas: --key {unknown}: neither file has such a key; the lines with `#` have all");
+            bail!(ConfigError::Usage(problem));
+        }
         let differing = keys.into_iter().filter(|key| self.keys.get(*key) != other.keys.get(*key));
         let undeclared: Vec<String> =
             differing.filter(|key| !declared.contains(key)).map(|key| format!("--key {key}")).collect();
@@ -285,6 +297,7 @@ mod tests {
     use dormouse_cuda::Site;
 
     use super::{Atlas, Sites, WARM_UP, Writer};
+    use crate::exit::Exit;
 
     fn sites(launches: u64, nodes: u64) -> Sites {
         let kernel = Site { launches, nodes, alloc_bytes: 512 * (launches + nodes), ..Site::default() };
@@ -334,7 +347,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let wait = |stage| BTreeMap::from([((stage, "download"), Site { syncs: 1, ..Site::default() })]);
         let write = |stage| {
-            let path = folder.path().join("a.tsv");
+            let path = folder.path().join(stage);
             Writer::create(&path, &BTreeMap::new(), Sites::new()).unwrap().step(7, wait(stage))
         };
         write("data").unwrap();
@@ -344,11 +357,35 @@ mod tests {
         assert!(error.contains("step 7") && error.contains("stage `backward`"), "{error}");
     }
 
+    /// A run goes on without an atlas whose disk is full, and not with a step that waits: the two must be told apart.
+    #[test]
+    fn an_error_of_the_disk_is_one_and_a_wait_is_none() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.tsv");
+        let mut writer = Writer::create(&path, &BTreeMap::new(), Sites::new()).unwrap();
+        let wait = BTreeMap::from([(("backward", "download"), Site { syncs: 1, ..Site::default() })]);
+        assert!(!writer.step(1, wait).unwrap_err().is::<std::io::Error>());
+        let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+        writer.out = std::io::BufWriter::new(full);
+        assert!(writer.step(2, sites(1, 0)).unwrap_err().is::<std::io::Error>());
+        // One that is there is never written over.
+        assert!(Writer::create(&path, &BTreeMap::new(), Sites::new()).is_err());
+    }
+
+    #[test]
+    fn a_file_that_is_not_there_is_a_wrong_command_line() {
+        let error = Atlas::read("none.tsv".as_ref()).unwrap_err();
+        assert_eq!(Exit::of(&error), Exit::Usage, "{error}");
+    }
+
     #[test]
     fn a_difference_needs_its_cause_declared() {
         let (a, b) = (written("fused", 7), written("plain", 9));
         let error = a.diff(&b, &["seed".to_owned()], 10).unwrap_err().to_string();
         assert!(error.contains("--key arm.kda"), "{error}");
+        let error = a.diff(&b, &["arm.kda".to_owned(), "arm.kdaa".to_owned()], 10).unwrap_err();
+        assert_eq!(Exit::of(&error), Exit::Usage, "{error}");
+        assert!(error.to_string().contains("--key arm.kdaa"), "{error}");
         let table = a.diff(&b, &["arm.kda".to_owned()], 10).unwrap();
         assert!(table.lines().nth(1).unwrap().contains("-2.0"), "{table}");
         let same = a.diff(&a, &[], 10).unwrap();

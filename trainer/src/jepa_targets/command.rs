@@ -12,7 +12,8 @@ use crate::cli::JepaTargetsArgs;
 use crate::commands::{elsewhere, find};
 use crate::config::{Config, ConfigError, JepaConfig, JepaMode, Sources, changes, resolve};
 use crate::data::Data;
-use crate::model::MEMORY_TABLE;
+use crate::host;
+use crate::model::{MEMORY_TABLE, check_latents};
 use crate::progress::{Reporter, minutes};
 use crate::run::RunFolder;
 use crate::signals::Stop;
@@ -33,7 +34,9 @@ pub fn run(arguments: &JepaTargetsArgs, build: Build) -> anyhow::Result<()> {
     }
     let run = RunFolder::open(&arguments.run)?;
     let (found, stored) = find(&run, arguments.best)?;
-    let mut config = readers_config(&stored, &arguments.set)?;
+    let config = readers_config(&stored, &arguments.set)?;
+    let mut here = elsewhere(&config, arguments.backend)?;
+    check_latents(&here, host::machine_memory_bytes())?;
     let data = Data::open(&config)?;
     if (&config.data.path, &config.data.eval_path) == (&stored.data.path, &stored.data.eval_path) {
         run.data_manifest()?.check_unchanged(&data.manifest)?;
@@ -41,8 +44,8 @@ pub fn run(arguments: &JepaTargetsArgs, build: Build) -> anyhow::Result<()> {
     let (first, steps) = range(arguments, &config)?;
     let teacher = teacher_of(found.loaded.state);
     let header = header(&config, &data, (found.loaded.manifest.next_step, &teacher.0), first, steps)?;
-    config.jepa = JepaConfig::default();
-    let mut learner = build(&elsewhere(&config, arguments.backend)?)?;
+    here.jepa = JepaConfig::default();
+    let mut learner = build(&here)?;
     learner.import(&teacher.0).with_context(|| format!("cannot load `{}`", found.path.display()))?;
 
     let stop = Stop::on_signals().context("jepa-targets: cannot watch for signals")?;

@@ -195,6 +195,19 @@ fn an_unfinished_file_has_no_name_is_no_file_of_targets_and_does_not_stay() {
 }
 
 #[test]
+fn a_file_that_has_the_name_of_an_unfinished_one_is_left_alone() {
+    let folder = Folder::new();
+    let taken = folder.0.path().join("targets.tmp");
+    std::fs::write(&taken, "somebody's").unwrap();
+    let writer = Writer::create(&folder.path(), Header { steps: 0, ..header() }).unwrap();
+    let other = folder.0.path().join("targets.1.tmp");
+    assert!(other.exists());
+    writer.finish().unwrap();
+    assert!(folder.path().exists() && !other.exists());
+    assert_eq!(std::fs::read(&taken).unwrap(), b"somebody's");
+}
+
+#[test]
 fn a_file_of_no_steps_says_that_it_holds_none() {
     let folder = Folder::new();
     Writer::create(&folder.path(), Header { steps: 0, ..header() }).unwrap().finish().unwrap();

@@ -372,7 +372,7 @@ fn samples_are_a_function_of_the_seed() {
         let mut bytes = Vec::new();
         learner
             .sample(b"ab", 12, temperature, seed, &mut |byte| {
-                bytes.push(byte);
+                bytes.extend(byte);
                 true
             })
             .expect("it samples");
@@ -382,6 +382,14 @@ fn samples_are_a_function_of_the_seed() {
     assert_ne!(sample(1.0, 3), sample(1.0, 4));
     assert_eq!(sample(0.0, 3), sample(0.0, 4));
     assert_eq!(sample(0.7, 1).len(), 12);
+    // A long prompt can be left, too.
+    let mut calls = Vec::new();
+    let mut leave = |byte| {
+        calls.push(byte);
+        calls.len() < 2
+    };
+    learner.sample(b"abcdef", 12, 0.0, 0, &mut leave).expect("it stops");
+    assert_eq!(calls, [None, None]);
 }
 
 #[test]

@@ -82,6 +82,49 @@ pub fn check_memory(config: &Config, resident: &Table, have: Option<u64>) -> Res
     Err(ConfigError::Invalid { key: key.into(), problem, fix: fix.into() })
 }
 
+/// Bytes of the activations that a training step on the reference surely keeps: of every position of a part of the batch
+/// and of every iteration the rows of the norm and of the block, what the branches give, the inputs of the recurrence, and
+/// the logits.
+fn of_step(config: &Config) -> u64 {
+    let m = &config.model;
+    let each = 5 * m.width + 3 * m.heads * m.head_width + 256;
+    let part = config.bytes_per_step() / config.train.accumulate as u64;
+    [part, m.iterations as u64, each as u64].into_iter().fold(BYTES, u64::saturating_mul)
+}
+
+/// Refuses a batch whose step the machine cannot hold.
+///
+/// # Errors
+/// [`ConfigError::Invalid`] with what is needed at least, what is there, and the keys to lower.
+pub fn check_batch(config: &Config, have: Option<u64>) -> Result<(), ConfigError> {
+    fits(config, of_step(config), have)
+}
+
+/// The same for a pass that only gives the latents of the batch: they lie on the device in `f32` and come to the host in
+/// `f64`.
+///
+/// # Errors
+/// As for [`check_batch`].
+pub fn check_latents(config: &Config, have: Option<u64>) -> Result<(), ConfigError> {
+    fits(config, (3 * BYTES * config.bytes_per_step()).saturating_mul(config.model.width as u64), have)
+}
+
+fn fits(config: &Config, need: u64, have: Option<u64>) -> Result<(), ConfigError> {
+    // What does not fit a GPU is an error of its own.
+    let reference = matches!(config.run.backend, Backend::Cpu | Backend::Auto);
+    let Some(have) = have.filter(|have| reference && *have < need) else { return Ok(()) };
+    let (len, parts) = (config.data.seq_bytes, config.train.accumulate);
+    let problem = format!(
+        "is {} with data.seq_bytes = {len} and train.accumulate = {parts}, and a step needs {:.1} GiB of memory or more, \
+         where this machine has {:.1} GiB",
+        config.train.batch_rows,
+        gib(need),
+        gib(have)
+    );
+    let fix = "lower it or data.seq_bytes, or raise train.accumulate".into();
+    Err(ConfigError::Invalid { key: "train.batch_rows".into(), problem, fix })
+}
+
 /// Multiplications and additions of the matrix products of one step. The recurrence of the attention, convolutions and
 /// norms are not among them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -213,6 +256,27 @@ mod tests {
         let room = MemoryClasses::of(&config, &Table::of(&config).with_resident_rows(768)).room;
         assert_eq!(room, 7 * 4 * 768 * 32);
         config.optimizer.host_adam_every_steps = 1;
+    }
+
+    #[test]
+    fn a_batch_that_the_machine_cannot_hold_is_refused_with_the_keys_to_lower() {
+        let mut config = preset("tiny").unwrap();
+        // Four rows of 64 bytes: nothing that a machine has not.
+        assert_eq!(check_batch(&config, Some(64 << 20)).err().map(|e| e.to_string()), None);
+        config.train.batch_rows = 1 << 20;
+        let need = of_step(&config);
+        assert!(need > 1 << 37, "{need}");
+        let text = check_batch(&config, Some(need - 1)).unwrap_err().to_string();
+        for words in ["`train.batch_rows` is 1048576", "data.seq_bytes = 64", "raise train.accumulate"] {
+            assert!(text.contains(words), "`{words}` is not in: {text}");
+        }
+        assert!(check_batch(&config, Some(need)).is_ok() && check_batch(&config, None).is_ok());
+        // Parts are computed one after the other, latents of the whole batch are kept.
+        config.train.accumulate = 1 << 10;
+        assert!(check_batch(&config, Some(need >> 10)).is_ok());
+        assert!(check_latents(&config, Some(1 << 36)).is_err());
+        config.run.backend = Backend::Cuda;
+        assert!(check_latents(&config, Some(1)).is_ok());
     }
 
     #[test]

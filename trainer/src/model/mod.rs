@@ -32,7 +32,7 @@ mod params;
 
 pub use ablation::Ablation;
 pub use attention::Carry;
-pub use cost::{MemoryClasses, Products, check_memory};
+pub use cost::{MemoryClasses, Products, check_batch, check_latents, check_memory};
 pub use forward::{Batch, Forward};
 pub use groups::group_of;
 pub use jepa::{KOLEO_WEIGHT, Objective, Pass, STEMS as JEPA_STEMS, Upstream};

@@ -95,15 +95,15 @@ pub trait Learner {
     /// All windows of a call have one length.
     fn evaluate(&mut self, windows: &[Vec<u8>]) -> anyhow::Result<Vec<f64>>;
 
-    /// Continues `prompt` (not empty) by up to `bytes` bytes, each handed to `emit` as it is drawn; `emit` ends the sample by
-    /// returning false. Temperature 0 takes the likeliest byte, the lowest on ties.
+    /// Continues `prompt` (not empty) by up to `bytes` bytes, each handed to `emit` as it is drawn; while the prompt is read
+    /// `emit` gets nothing, byte by byte. It ends the sample by returning false. Temperature 0 takes the likeliest byte, the lowest on ties.
     fn sample(
         &mut self,
         prompt: &[u8],
         bytes: usize,
         temperature: f64,
         seed: u64,
-        emit: &mut dyn FnMut(u8) -> bool,
+        emit: &mut dyn FnMut(Option<u8>) -> bool,
     ) -> anyhow::Result<()>;
 
     /// Everything needed to go on bit for bit.

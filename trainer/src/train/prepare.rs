@@ -11,7 +11,7 @@ use crate::config::{Backend, Config, ConfigError, JepaConfig, JepaMode, Sources,
 use crate::data::Data;
 use crate::host;
 use crate::jepa_targets::{Header, Reader};
-use crate::model::Group;
+use crate::model::{Group, check_batch};
 use crate::progress::Reporter;
 use crate::run::RunFolder;
 
@@ -78,16 +78,28 @@ pub fn prepare(request: &Request, build: Build) -> anyhow::Result<Prepared> {
     match &request.resume {
         None => start(request, build),
         Some(Resume::Run(path)) => resume(request, RunFolder::open(path)?, build),
-        Some(Resume::Auto) => match RunFolder::newest(&request.runs) {
-            Some(run) => resume(request, run, build),
-            None => start(request, build),
-        },
+        Some(Resume::Auto) => {
+            let (run, passed) = RunFolder::newest(&request.runs);
+            let prepared = match run {
+                Some(run) => resume(request, run, build),
+                None => start(request, build),
+            }?;
+            if let Some(first) = passed.first() {
+                let (count, first) = (passed.len(), first.display());
+                let line =
+                    format!("{count} newer runs have no checkpoint and are passed over; the newest is `{first}`");
+                prepared.reporter.warn(&line);
+            }
+            Ok(prepared)
+        }
     }
 }
 
 fn start(request: &Request, build: Build) -> anyhow::Result<Prepared> {
     let mut config = resolve(&request.sources)?;
     let why_no_gpu = settle(&mut config, &request.watch)?;
+    request.watch.check()?;
+    check_batch(&config, host::machine_memory_bytes())?;
     let data = Data::open(&config)?;
     let targets = check_targets(&config, &data, 0)?;
     // A resumed run may start in another folder.
@@ -132,9 +144,16 @@ fn resume(request: &Request, run: RunFolder, build: Build) -> anyhow::Result<Pre
         *path = resolved.unwrap_or_else(|| path.clone());
     }
     let changes = check_changes(&stored, &config, &request.allow_change)?;
+    let (done, total) = (loaded.manifest.next_step, config.train.total_steps);
+    if total < done {
+        let problem = format!("train: --steps (train.total_steps) is {total}, and the run has done {done} steps");
+        return Err(ConfigError::Usage(format!("{problem}; give {done} or more, or start a new run")).into());
+    }
+    request.watch.check()?;
+    check_batch(&config, host::machine_memory_bytes())?;
     let data = Data::open(&config)?;
     run.data_manifest()?.check_unchanged(&data.manifest)?;
-    let targets = check_targets(&config, &data, loaded.manifest.next_step)?;
+    let targets = check_targets(&config, &data, done)?;
     let mut learner = build(&config)?;
     let facts = learner.facts();
     if let Some(then) = &loaded.manifest.run {
@@ -165,7 +184,6 @@ fn resume(request: &Request, run: RunFolder, build: Build) -> anyhow::Result<Pre
     }
     describe(&config, &data, &run, &*learner, why_no_gpu.as_deref(), &reporter);
     describe_objective(&config, targets.as_ref(), &reporter);
-    let done = loaded.manifest.next_step;
     reporter.note(&format!("resumed from `{}` after step {done}", path.display()));
     Ok(Prepared { run, config, data, learner, done, provenance, reporter, watch: request.watch.clone() })
 }
@@ -297,6 +315,9 @@ fn describe(
         data.eval.windows().len(),
         config.data.eval_bytes,
     ));
+    if let Some(line) = data.left_out() {
+        reporter.warn(&line);
+    }
     let epochs = data.train.epochs(config.train.total_steps, config.train.batch_rows as u64);
     reporter.note(&format!("the run sees {:.2} epochs in {} steps", epochs, config.train.total_steps));
     reporter.note(&parameter_table(learner));

@@ -19,12 +19,15 @@ use crate::host;
 use crate::instruments::bound::StepCost;
 use crate::instruments::{Engagement, Witness};
 use crate::progress::{Reporter, StepLine, gib, printable};
-use crate::run::{JsonLines, RunFolder};
+use crate::run::{JsonLines, Keep, RunFolder};
 use crate::schedule::Schedule;
 use crate::signals::Stop;
 
 /// A factor further from orthonormal than this is worth a warning: ten times what the retraction keeps.
 const DRIFT_WARNING: f64 = 1e-3;
+
+/// Temperatures that every prompt is continued at: 0, and that of the configuration.
+const TEMPERATURES: usize = 2;
 
 /// Bytes of the default sample prompt.
 const PROMPT_BYTES: usize = 48;
@@ -66,14 +69,19 @@ pub enum Ending {
 pub fn run(prepared: Prepared, limits: Limits, stop: &Stop, program: &str) -> anyhow::Result<Ending> {
     let Prepared { run, config, data, learner, done, provenance, reporter, watch } = prepared;
     let eval_windows = data.eval_windows()?;
-    let watcher = Watcher::start(&watch, &*learner, &config)?;
+    let mut watcher = Watcher::start(&watch, &*learner, &config)?;
     if let Some(line) = watcher.price_line() {
         reporter.note(&line);
     }
+    if let Some(problem) = watcher.take_problem() {
+        reporter.warn(&problem);
+    }
+    let unscored = unscored(&run, &config, done)?;
+    let keep = Keep { done, score_again: unscored || done == config.train.total_steps };
     let mut session = Session {
         watcher,
-        metrics: JsonLines::open(&run.path().join("metrics.jsonl"), done)?,
-        samples: JsonLines::open(&run.path().join("samples.jsonl"), done)?,
+        metrics: lines(&run, "metrics.jsonl", keep, &reporter)?,
+        samples: lines(&run, "samples.jsonl", keep, &reporter)?,
         schedule: config.schedule(),
         done,
         saved: if done > 0 { Some(done) } else { None },
@@ -89,10 +97,37 @@ pub fn run(prepared: Prepared, limits: Limits, stop: &Stop, program: &str) -> an
         eval_windows,
         program: program.to_owned(),
     };
-    let ending = session.steps(done, limits, stop);
+    let ending = match unscored && done < session.config.train.total_steps && !stop.requested() {
+        true => session.evaluate(done, stop),
+        false => Ok(()),
+    };
+    let ending = ending.and_then(|()| session.steps(done, limits, stop));
     let ending = ending.map_err(|error| session.saved_before(error));
     session.reporter.finish();
     ending
+}
+
+/// Whether the step that a resumed run goes on from is to be scored and is not, or not wholly: a stop has come in between.
+fn unscored(run: &RunFolder, config: &Config, done: u64) -> anyhow::Result<bool> {
+    if done == 0 || !(done.is_multiple_of(config.log.eval_every_steps) || done == config.train.total_steps) {
+        return Ok(false);
+    }
+    let of_step = |line: &Value| line["step"].as_u64() == Some(done);
+    let path = |name: &str| run.path().join(name);
+    let scores = JsonLines::count(&path("metrics.jsonl"), |line| of_step(line) && line["kind"] == "eval")?;
+    let samples = JsonLines::count(&path("samples.jsonl"), of_step)?;
+    let prompts = config.log.prompts.len().max(1);
+    let expected = if config.log.sample_bytes == 0 { 0 } else { TEMPERATURES * prompts };
+    Ok(scores != 1 || samples != expected)
+}
+
+/// Opens a file of lines, and says if one of them is damaged.
+fn lines(run: &RunFolder, name: &str, keep: Keep, reporter: &Reporter) -> anyhow::Result<JsonLines> {
+    let lines = JsonLines::open(&run.path().join(name), keep)?;
+    if let Some(damage) = &lines.damage {
+        reporter.warn(damage);
+    }
+    Ok(lines)
 }
 
 struct Session {
@@ -163,6 +198,9 @@ impl Session {
                 self.log(done)?;
             }
             self.watcher.after(&*self.learner, index, done, timed, took)?;
+            if let Some(problem) = self.watcher.take_problem() {
+                self.reporter.warn(&problem);
+            }
             if due(self.config.log.drift_every_steps) {
                 self.check_drift(done)?;
             }
@@ -216,7 +254,7 @@ impl Session {
             self.print_step(done, last);
         }
         match self.learner.latched() {
-            Some(latch) => Err(self.bundle(latch)?.into()),
+            Some(latch) => Err(self.non_finite_stop(latch).into()),
             None => Ok(()),
         }
     }
@@ -307,6 +345,8 @@ impl Session {
                 Some((hash, anchors)) if hash == self.anchors_key() => anchors,
                 _ => {
                     let measured = Anchors::measure(&self.data.train_bytes(FIT_LIMIT_BYTES)?, &self.eval_windows);
+                    // The file says which data they are of, and later runs of this folder believe it.
+                    self.data.check_unchanged()?;
                     let all: u64 = self.data.train.segments().iter().map(Segment::len).sum();
                     if measured.fitted_bytes < all {
                         let fitted = measured.fitted_bytes;
@@ -343,11 +383,12 @@ impl Session {
         } else {
             self.config.log.prompts.iter().map(|prompt| prompt.clone().into_bytes()).collect()
         };
+        let temperatures: [f64; TEMPERATURES] = [0.0, self.config.log.sample_temperature];
         for (index, prompt) in prompts.iter().enumerate() {
-            for temperature in [0.0, self.config.log.sample_temperature] {
+            for temperature in temperatures {
                 let mut drawn = Vec::new();
-                let mut emit = |byte| {
-                    drawn.push(byte);
+                let mut emit = |byte: Option<u8>| {
+                    drawn.extend(byte);
                     !stop.requested()
                 };
                 self.learner.sample(prompt, bytes, temperature, self.config.seed, &mut emit)?;
@@ -356,10 +397,11 @@ impl Session {
                 }
                 let line = json!({
                     "step": done,
-                    "prompt": printable(prompt),
+                    // JSON escapes what has to be; what is no UTF-8 becomes U+FFFD.
+                    "prompt": String::from_utf8_lossy(prompt),
                     "temperature": temperature,
                     "seed": self.config.seed,
-                    "text": printable(&drawn),
+                    "text": String::from_utf8_lossy(&drawn),
                 });
                 if let Some(warning) = self.samples.push(&line) {
                     self.reporter.warn(&warning);
@@ -386,7 +428,24 @@ impl Session {
     }
 
     fn not_finite(&self, what: String, step: u64) -> NonFiniteResult {
-        NonFiniteResult { what, step, rates: self.config.optimizer.rates() }
+        NonFiniteResult {
+            what: format!("train: {what}"),
+            step,
+            fix: format!("nothing was saved there; {}", self.lower_rates()),
+        }
+    }
+
+    /// What helps a run whose numbers are not finite.
+    fn lower_rates(&self) -> String {
+        let rates = self.config.optimizer.rates();
+        match self.saved {
+            Some(step) => {
+                format!(
+                    "lower {rates} with --allow-change, or resume from step {step} with --seed N --allow-change seed"
+                )
+            }
+            None => format!("lower {rates} and start again: there is no checkpoint to go on from"),
+        }
     }
 
     fn save(&mut self, done: u64) -> anyhow::Result<PathBuf> {
@@ -397,6 +456,10 @@ impl Session {
         if self.run.restore(&self.config, &self.data.manifest, &self.provenance)? {
             let path = self.run.path().display();
             self.reporter.warn(&format!("run: `{path}` was removed and is made again; its earlier lines are lost"));
+            // The open files may be of the folder that is gone.
+            let keep = Keep { done, score_again: false };
+            self.metrics = lines(&self.run, "metrics.jsonl", keep, &self.reporter)?;
+            self.samples = lines(&self.run, "samples.jsonl", keep, &self.reporter)?;
         }
         let facts = self.facts(done);
         let path = checkpoint::save(&self.run.checkpoints(), &state, &facts)?;
@@ -491,15 +554,23 @@ impl Session {
         self.reporter.result(&format!("generate  {generate} --prompt 'And '"));
     }
 
-    /// Writes what is needed to look into a run that stopped being finite.
-    fn bundle(&mut self, latch: Latch) -> anyhow::Result<NonFiniteStop> {
-        let Latch { skipped, step } = latch;
+    /// The error of a run that stopped being finite; its bundle is written if that is possible.
+    fn non_finite_stop(&mut self, latch: Latch) -> NonFiniteStop {
+        let bundle = match self.bundle(latch) {
+            Ok(folder) => format!("the bundle is in {}; see what it says", folder.display()),
+            Err(error) => format!("the bundle could not be written: {error:#}"),
+        };
+        let fix = format!("{bundle}; {}", self.lower_rates());
+        NonFiniteStop { skipped: latch.skipped, step: latch.step + 1, fix }
+    }
+
+    /// Writes what is needed to look into such a run; its folder.
+    fn bundle(&mut self, Latch { skipped, step }: Latch) -> anyhow::Result<PathBuf> {
         let folder = self.run.path().join(format!("nonfinite_{:06}", step + 1));
         let batch = self.data.training_batch(&self.config.train, step)?;
         let first = self.learner.first_nonfinite(&batch)?;
         let first = first.unwrap_or_else(|| "none: the batch is finite on the present weights".into());
         let facts = self.facts(step);
-        checkpoint::write_folder(&folder, &self.learner.export()?, &facts)?;
         let about = json!({
             "step": step + 1,
             "skipped_in_window": skipped,
@@ -507,14 +578,16 @@ impl Session {
             "lr": self.schedule.lr_at(step, self.config.train.total_steps),
             "first_nonfinite": first,
         });
-        for (name, bytes) in [("batch.bin", batch.bytes), ("nonfinite.json", about.to_string().into_bytes())] {
-            let path = folder.join(name);
-            std::fs::write(&path, bytes).with_context(|| format!("train: cannot write `{}`", path.display()))?;
-        }
+        checkpoint::write_bundle(
+            &folder,
+            &self.learner.export()?,
+            &facts,
+            batch.bytes,
+            about.to_string().into_bytes(),
+        )?;
         self.reporter.finish();
         self.reporter.warn(&format!("first tensor that is not finite: {first}"));
         self.reporter.result(&format!("replay    {} replay {}", self.program, quoted(&folder.display().to_string())));
-        let (bundle, rates) = (folder.display().to_string(), self.config.optimizer.rates());
-        Ok(NonFiniteStop { skipped, step: step + 1, bundle, rates })
+        Ok(folder)
     }
 }

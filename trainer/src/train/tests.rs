@@ -297,7 +297,7 @@ impl Learner for Before {
         bytes: usize,
         temperature: f64,
         seed: u64,
-        emit: &mut dyn FnMut(u8) -> bool,
+        emit: &mut dyn FnMut(Option<u8>) -> bool,
     ) -> anyhow::Result<()> {
         self.0.sample(prompt, bytes, temperature, seed, emit)
     }
@@ -400,6 +400,12 @@ fn a_run_that_is_not_finite_stops_with_a_bundle_and_untouched_weights() {
     assert_eq!((about["step"].as_u64(), about["first_nonfinite"].as_str()), (Some(14), Some("logits gradient")));
     let manifest = verify(&bundle).unwrap();
     assert_eq!(manifest.updates, 5);
+    assert!(
+        error.to_string().contains("the bundle is in ") && error.to_string().contains("nonfinite_000014"),
+        "{error}"
+    );
+    // Nothing was saved in these few steps, so there is nothing to resume.
+    assert!(error.to_string().contains("there is no checkpoint"), "{error}");
     let config = crate::config::Config::from_toml(
         &std::fs::read_to_string(bundle.join("config.toml")).unwrap(),
         "config.toml".as_ref(),
@@ -412,6 +418,10 @@ fn a_run_that_is_not_finite_stops_with_a_bundle_and_untouched_weights() {
         let name = entry.unwrap().file_name().into_string().unwrap().replace("000014", "");
         assert!(include_str!("../../../README.md").contains(&format!("| `{name}")), "{name}");
     }
+    // The batch is what a replay is about, so a bundle with another one is damaged.
+    let batch = std::fs::read(bundle.join("batch.bin")).unwrap();
+    std::fs::write(bundle.join("batch.bin"), [&[batch[0] ^ 1], &batch[1..]].concat()).unwrap();
+    assert!(verify(&bundle).unwrap_err().to_string().contains("batch.bin has CRC-32C"));
     // Every skipped step is in the log, marked, with the value that JSON cannot hold.
     let skipped: Vec<Value> =
         lines(&place.run("a"), "metrics.jsonl").into_iter().filter(|line| line["applied"] == false).collect();
@@ -420,6 +430,77 @@ fn a_run_that_is_not_finite_stops_with_a_bundle_and_untouched_weights() {
     go(&place.request("b", &[&poisoned]), None).unwrap();
     go(&place.request("c", &[&poisoned, "train.total_steps=20"]), Some(5)).unwrap();
     assert_eq!(state_of(&place.run("b")), state_of(&place.run("c")));
+}
+
+#[test]
+fn a_run_that_is_not_finite_says_so_even_if_its_bundle_has_no_place() {
+    let place = Place::new();
+    let poisoned = format!("seed={POISONED_SEED}");
+    let set = [poisoned.as_str(), "log.every_steps=50", "checkpoint.every_steps=50", "log.eval_every_steps=50"];
+    go(&place.request("a", &set), Some(4)).unwrap();
+    let (prepared, _) = silent(prepare(&place.resume("a", &[], &[]), build).unwrap());
+    std::fs::write(place.run("a").join("nonfinite_000014.tmp"), "in the way").unwrap();
+    let error = run(prepared, Limits::default(), &Stop::new(), "dormouse").unwrap_err();
+    assert_eq!(Exit::of(&error), Exit::NonFinite, "{error:#}");
+    let text = error.to_string();
+    for words in ["the bundle could not be written: ", "nonfinite_000014.tmp", "or resume from step 4"] {
+        assert!(text.contains(words), "`{words}` is not in: {text}");
+    }
+    assert!(!place.run("a").join("nonfinite_000014").exists());
+}
+
+#[test]
+fn data_that_is_overwritten_during_a_run_ends_it_and_leaves_no_anchors() {
+    let place = Place::new();
+    let (mut prepared, _) = silent(prepare(&place.request("a", &[]), build).unwrap());
+    let text = place.text();
+    let overwrite = move |step: u64| {
+        if step == 2 {
+            let mut bytes = std::fs::read(&text)?;
+            bytes.reverse();
+            // Longer than the steps of a file system's clock.
+            std::thread::sleep(std::time::Duration::from_millis(50));
+            std::fs::write(&text, bytes)?;
+        }
+        Ok(())
+    };
+    prepared.learner = Box::new(Before(prepared.learner, Box::new(overwrite)));
+    let error = run(prepared, Limits::default(), &Stop::new(), "dormouse").unwrap_err();
+    assert_eq!(Exit::of(&error), Exit::Data, "{error:#}");
+    assert!(error.to_string().contains("text` changed since the run began"), "{error:#}");
+    assert!(!place.run("a").join("anchors.json").exists());
+}
+
+#[test]
+fn an_evaluation_that_a_stop_has_cut_short_is_made_when_the_run_goes_on() {
+    let place = Place::new();
+    go(&place.request("whole", &[]), None).unwrap();
+    // As a stop in the middle of scoring leaves it, in the middle of sampling, and after both.
+    for (name, scores, samples) in [("unscored", 0, 0), ("unsampled", 1, 1), ("done", 1, 2)] {
+        go(&place.request(name, &[]), Some(8)).unwrap();
+        for (file, kind, count) in [("metrics.jsonl", "eval", scores), ("samples.jsonl", "text", samples)] {
+            let path = place.run(name).join(file);
+            let text = std::fs::read_to_string(&path).unwrap();
+            let (of_step, mut kept): (Vec<&str>, Vec<&str>) =
+                text.lines().partition(|line| line.contains(kind) && line.contains("\"step\":8"));
+            kept.extend(&of_step[..count]);
+            std::fs::write(&path, kept.join("\n") + if kept.is_empty() { "" } else { "\n" }).unwrap();
+        }
+        go(&place.resume(name, &[], &[]), None).unwrap();
+        assert_eq!(timeless(&place.run(name)), timeless(&place.run("whole")), "{name}");
+        let written = |name: &str| lines(&place.run(name), "samples.jsonl");
+        assert_eq!(written(name), written("whole"), "{name}");
+    }
+}
+
+#[test]
+fn a_run_is_not_resumed_to_fewer_steps_than_it_has_done() {
+    let place = Place::new();
+    go(&place.request("a", &[]), Some(6)).unwrap();
+    let fewer = place.resume("a", &["train.total_steps=5"], &["train.total_steps"]);
+    let error = go(&fewer, None).unwrap_err();
+    assert_eq!(Exit::of(&error), Exit::Usage);
+    assert!(error.to_string().contains("is 5, and the run has done 6 steps; give 6 or more"), "{error}");
 }
 
 #[test]
@@ -451,7 +532,10 @@ fn a_resumed_run_checks_data_and_configuration() {
 fn a_finished_run_can_be_scored_again_and_extended() {
     let place = Place::new();
     let first = go(&place.request("a", &[]), None).unwrap();
+    let written = || (lines(&place.run("a"), "metrics.jsonl"), lines(&place.run("a"), "samples.jsonl"));
+    let once = written();
     assert_eq!(go(&place.resume("a", &[], &[]), None).unwrap(), first);
+    assert_eq!(written(), once);
     let longer = place.resume("a", &["train.total_steps=24"], &["train.total_steps"]);
     assert!(matches!(go(&longer, None).unwrap(), Ending::Finished { .. }));
     assert!(steps_in(&place.run("a")).contains(&24));

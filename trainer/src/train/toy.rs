@@ -113,7 +113,7 @@ impl Learner for Toy {
         bytes: usize,
         temperature: f64,
         seed: u64,
-        emit: &mut dyn FnMut(u8) -> bool,
+        emit: &mut dyn FnMut(Option<u8>) -> bool,
     ) -> anyhow::Result<()> {
         let mut last = *prompt.last().expect("the prompt is not empty");
         for position in 0..bytes {
@@ -126,7 +126,7 @@ impl Learner for Toy {
             };
             let scores: Vec<f64> = log_p.iter().map(|log_p| f64::from(*log_p) + noise(&mut rng)).collect();
             last = (0..256).max_by(|&a, &b| scores[a].total_cmp(&scores[b])).expect("256 bytes") as u8;
-            if !emit(last) {
+            if !emit(Some(last)) {
                 break;
             }
         }

@@ -1,17 +1,18 @@
 //! The instruments of a run on a device: launch price, atlas, and what a step waits for.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Context, Result, bail};
 use dormouse_cuda::{Price, Site};
 
 use super::Learner;
-use crate::config::{Config, flatten};
+use crate::config::{Config, ConfigError, flatten};
 use crate::instruments::atlas::{WARM_UP, Writer};
 use crate::instruments::bound::StepCost;
 use crate::instruments::{Witness, sites};
+use crate::run::try_write;
 
 /// Steps between two that are timed on the device, where a graph makes that cheap.
 const TIMED_EVERY: u64 = 64;
@@ -28,9 +29,28 @@ pub struct Watch {
     pub timers: bool,
 }
 
+impl Watch {
+    /// Finds out whether the atlas can be written, before anything of the run is.
+    ///
+    /// # Errors
+    /// A usage error if the file exists; what the system says if it cannot be written.
+    pub fn check(&self) -> Result<()> {
+        let Some(path) = &self.atlas else { return Ok(()) };
+        let shown = path.display();
+        if path.symlink_metadata().is_ok() {
+            let fix = "give another --atlas, or remove it";
+            bail!(ConfigError::Usage(format!("train: --atlas `{shown}` exists and is not overwritten; {fix}")));
+        }
+        let fix = "give --atlas a file in a folder that exists and can be written";
+        try_write(path).with_context(|| format!("train: cannot write --atlas `{shown}`; {fix}"))
+    }
+}
+
 /// The instruments at work. On the reference there is nothing to see.
 pub(super) struct Watcher {
     atlas: Option<Writer>,
+    /// What ended the atlas, until it was said.
+    problem: Option<String>,
     price: Option<Price>,
     timers: bool,
     log_every: u64,
@@ -49,7 +69,7 @@ impl Watcher {
     pub fn start(watch: &Watch, learner: &dyn Learner, config: &Config) -> Result<Self> {
         let witness = learner.witness();
         let price = witness.map(Witness::launch_price).transpose()?.flatten();
-        let create = |path: &PathBuf| {
+        let create = |path: &Path| {
             let mut keys: BTreeMap<String, String> =
                 flatten(config).into_iter().map(|(key, value)| (key, value.to_string())).collect();
             let facts = learner.facts();
@@ -57,8 +77,14 @@ impl Watcher {
             keys.extend(facts.arms.into_iter().map(|(stem, arm)| (format!("arm.{stem}"), arm)));
             Writer::create(path, &keys, all_sites(learner))
         };
+        // An instrument that fails must not end what it looks at.
+        let (atlas, problem) = match watch.atlas.as_deref().map(create).transpose() {
+            Ok(atlas) => (atlas, None),
+            Err(error) => (None, Some(without_atlas(&error))),
+        };
         Ok(Self {
-            atlas: watch.atlas.as_ref().map(create).transpose()?,
+            atlas,
+            problem,
             price,
             timers: watch.timers,
             log_every: config.log.every_steps,
@@ -105,10 +131,21 @@ impl Watcher {
                 self.time += took;
             }
         }
-        match &mut self.atlas {
-            Some(atlas) => atlas.step(done, all_sites(learner)),
-            None => Ok(()),
+        let Some(atlas) = &mut self.atlas else { return Ok(()) };
+        match atlas.step(done, all_sites(learner)) {
+            Err(error) if error.is::<std::io::Error>() => {
+                self.problem = Some(without_atlas(&error));
+                self.atlas = None;
+                Ok(())
+            }
+            // A wait where none belongs is about the step, and not about the file.
+            written => written,
         }
+    }
+
+    /// What ended the atlas, once.
+    pub fn take_problem(&mut self) -> Option<String> {
+        self.problem.take()
     }
 
     /// The device has caught up with the steps so far, and the host waited for it.
@@ -144,6 +181,10 @@ impl Watcher {
     }
 }
 
+fn without_atlas(error: &anyhow::Error) -> String {
+    format!("{error:#}; training goes on without the atlas")
+}
+
 fn all_sites(learner: &dyn Learner) -> crate::instruments::Sites {
     learner.witness().map(sites).unwrap_or_default()
 }
@@ -161,4 +202,25 @@ pub(crate) fn training(witness: &dyn Witness) -> Site {
         sum.device_ns += site.device_ns;
     }
     sum
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Watch;
+    use crate::exit::Exit;
+
+    #[test]
+    fn an_atlas_that_has_no_place_is_found_before_the_run() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| Watch { atlas: Some(folder.path().join(name)), timers: false };
+        at("a.tsv").check().unwrap();
+        assert!(!folder.path().join("a.tsv").exists());
+        std::fs::write(folder.path().join("a.tsv"), "hours of work").unwrap();
+        let error = at("a.tsv").check().unwrap_err();
+        assert_eq!(Exit::of(&error), Exit::Usage);
+        assert!(error.to_string().contains("give another --atlas"), "{error}");
+        let error = at("none/a.tsv").check().unwrap_err();
+        assert!(error.to_string().contains("none/a.tsv`; give --atlas a file in a folder"), "{error}");
+        Watch::default().check().unwrap();
+    }
 }
