@@ -17,7 +17,7 @@ use ndarray::{ArrayD, ArrayViewD};
 use crate::arena::{self, Arena, Place};
 use crate::arm::{Arm, Arms};
 use crate::launch::{GRAPH, Grid, Ledger};
-use crate::narrow::Copies;
+use crate::memo::Memo;
 use crate::runtime::{self, Engine, gemm};
 use crate::tensor::{Buffer, FloatsLaunch, Life, MAX_ELEMENTS, Tensor, WORD, WordsLaunch};
 use crate::words;
@@ -77,8 +77,8 @@ pub struct Device<R: Engine> {
     /// The part of its work that the caller is at.
     stage: Cell<&'static str>,
     branches: Branches,
-    /// Operands of products as bf16.
-    copies: Copies,
+    /// What the step has computed and may need again.
+    memo: Memo,
     /// Bytes of scratch that no launch has been noted for yet.
     placed: Cell<u64>,
     timers: Cell<bool>,
@@ -114,7 +114,7 @@ impl<R: Engine> Device<R> {
             captures: Cell::new(0),
             stage: Cell::new(""),
             branches: Branches::default(),
-            copies: Copies::default(),
+            memo: Memo::default(),
             placed: Cell::new(0),
             timers: Cell::new(false),
             _thread: std::marker::PhantomData,
@@ -137,9 +137,9 @@ impl<R: Engine> Device<R> {
         self.reversed.set(on);
     }
 
-    /// The copies of operands in bf16.
-    pub(crate) fn copies(&self) -> &Copies {
-        &self.copies
+    /// What the step has computed and may need again.
+    pub(crate) fn memo(&self) -> &Memo {
+        &self.memo
     }
 
     /// The runtime's client, for measurements that no ledger should see.
@@ -303,7 +303,7 @@ impl<R: Engine> Device<R> {
         self.scratch(shape, DType::F32)
     }
 
-    /// Refuses what cannot be copied into persistent memory; drops copies of what will be written.
+    /// Refuses what cannot be copied into persistent memory; drops what was computed from what will be written.
     fn check_kept(&self, from: &Tensor, into: &Tensor) -> Result<()> {
         self.check_life("keep", "from", from)?;
         check_kept(self, from, into)?;
@@ -366,8 +366,8 @@ impl<R: Engine> Device<R> {
     fn advance(&self) {
         self.generation.set(self.generation.get() + 1);
         self.arena.borrow_mut().restart();
-        // They lie in the arena.
-        self.copies.clear();
+        // It lies in the arena.
+        self.memo.clear();
     }
 
     fn run(

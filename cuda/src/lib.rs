@@ -42,6 +42,7 @@ mod linear;
 mod mask;
 mod mask_vector;
 pub mod matmul;
+mod memo;
 mod muon;
 mod narrow;
 mod price;

@@ -97,8 +97,12 @@ impl<R: Engine> Spectral for Device<R> {
                 SavedArm::Plain(factors::plain::forward(self, OP, x, &maps, &sizes, rows, config.precision, &y)?)
             }
             Arm::Fused => {
-                let us = self.float_scratch(params.u.shape())?;
-                let vs = factors::fused::scale(self, &NAMES, &maps, &sizes, None, &us)?;
+                let scaled = self.once((NAMES.scale, 0), &[maps.u, maps.s, maps.v], || {
+                    let us = self.float_scratch(params.u.shape())?;
+                    let vs = factors::fused::scale(self, &NAMES, &maps, &sizes, None, &us)?;
+                    Ok(vec![us, vs])
+                })?;
+                let [us, vs] = <[Tensor; 2]>::try_from(scaled).expect("U and V");
                 let a = self.float_scratch(&[rows, sizes.rank])?;
                 let for_a = Product {
                     name: "spectral::a",

@@ -9,7 +9,7 @@ use dormouse_cuda::{Arm, Gpu, Tensor};
 use dormouse_reference::engram::{self, Engram};
 use dormouse_reference::engram_hash::{self, EngramHash};
 use dormouse_reference::row_adam::{self, RowAdam};
-use dormouse_reference::{DType, Error, Precision, Reference, Tensors};
+use dormouse_reference::{DType, Error, Precision, Reference, StepKey, Tensors};
 use ndarray::{Array, Array2, ArrayD, Axis, IxDyn, array};
 
 const ENGRAM: engram::Config = engram::Config { eps: 1e-5, gate_eps: 1e-2, precision: Precision::Full };
@@ -118,6 +118,45 @@ fn a_tables_gradient_is_right_for_many_places_and_wide_rows() {
             assert!(got == want.clone().into_dyn(), "{arm}: {n} positions, {table} rows of {width}, {same} of five");
         }
     }
+}
+
+/// What an iteration of a block looks up is what the one before has, until somebody writes the table; and what is computed
+/// on a branch is not there on the one beside it.
+#[test]
+fn a_step_looks_rows_up_once() {
+    let Some(b) = device() else { return };
+    b.set_arms(Arm::Fused);
+    let (n, table, width, d) = (9, 5, 4, 6);
+    let rows = rows_of(n * 3, table, 2);
+    let numbers = |shape: &[usize]| {
+        let mut i = 0;
+        ArrayD::from_shape_simple_fn(IxDyn(shape), || (i += 1, scattered(i, 17) as f64 / 8.0 - 1.0).1)
+    };
+    let memory = floats(&b, numbers(&[table, width]));
+    let other = floats(&b, -2.0 * numbers(&[table, width]));
+    let (key, value) = (floats(&b, numbers(&[3 * width, d])), floats(&b, 1.0 - numbers(&[3 * width, d])));
+    let (c, words) = (floats(&b, numbers(&[n, d])), ids(&b, &rows, &[n, 3]));
+    let kept: Vec<Tensor> = (0..5).map(|_| floats(&b, ArrayD::zeros(IxDyn(&[n, d])))).collect();
+    let launches = std::cell::RefCell::new(Vec::new());
+    let forward = |b: &Gpu, into: &Tensor| {
+        let before = b.ledger().count();
+        let params = engram::Params { table: &memory, key: &key, value: &value };
+        let inputs = engram::Inputs { c: &c, rows: &words, order: None };
+        let m = Engram::forward(b, &ENGRAM, inputs, params)?.0.m;
+        launches.borrow_mut().push(b.ledger().count() - before);
+        b.keep(&m, into)
+    };
+    b.step(&StepKey { purpose: "test", variant: 0 }, &mut |b| {
+        b.beside(&mut |b| forward(b, &kept[0]), &mut |b| forward(b, &kept[1]))?;
+        forward(b, &kept[2])?;
+        b.keep(&other, &memory)?;
+        forward(b, &kept[3])
+    })
+    .unwrap();
+    b.step(&StepKey { purpose: "test", variant: 1 }, &mut |b| forward(b, &kept[4])).unwrap();
+    assert_eq!(*launches.borrow(), [4, 4, 1, 4, 4]);
+    let [a, beside, again, written, next] = [0, 1, 2, 3, 4].map(|i: usize| b.download(&kept[i]).unwrap());
+    assert!(a == beside && a == again && written == next && a != written);
 }
 
 #[test]

@@ -3,7 +3,7 @@
 //! A handle is cheap to clone and always describes contiguous row-major memory, so no operation ever meets a stride.
 //! Memory has one of two lives. *Persistent* memory (parameters, gradients, moments, batches, counters) lives until its
 //! last handle is dropped and keeps its address. *Scratch* memory holds a step's intermediates: it dies with the step,
-//! and touching it afterwards is [`Error::StaleScratch`](crate::Error::StaleScratch). Outside a step, scratch lives
+//! and touching it afterwards is [`Error::StaleScratch`]. Outside a step, scratch lives
 //! until the next step starts.
 //!
 //! A step ([`Tensors::step`]) is a closure that issues operations in a fixed order and touches the host nowhere, so a

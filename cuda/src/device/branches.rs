@@ -46,7 +46,7 @@ impl<R: Engine> Device<R> {
         second: &mut dyn FnMut(&Self) -> Result<()>,
     ) -> Result<()> {
         // Hidden in every mode: all runs of a step lay out the same memory.
-        let copies = self.copies().next();
+        let made = self.memo().next();
         let Branches { here, taken, largest } = &self.branches;
         if self.capturing.borrow().is_none() || taken.get() + 1 >= BRANCHES {
             // Which comes first is nobody's business; gate det asks for both.
@@ -56,9 +56,9 @@ impl<R: Engine> Device<R> {
             } else {
                 first(self)?
             }
-            self.copies().hide_from(copies);
+            self.memo().hide_from(made);
             let ran = if reversed { first(self) } else { second(self) };
-            self.copies().show();
+            self.memo().show();
             return ran;
         }
         let (before, largest_before) = (taken.get(), largest.get());
@@ -67,7 +67,7 @@ impl<R: Engine> Device<R> {
         let start = R::dependencies(&self.client)?;
         let outside = here.replace(before + 1);
         first(self)?;
-        self.copies().hide_from(copies);
+        self.memo().hide_from(made);
         here.set(outside);
         // Branches inside the first piece may run beside those inside the second.
         taken.set(largest.get());
@@ -75,7 +75,7 @@ impl<R: Engine> Device<R> {
         R::depend(&self.client, start, false)?;
         second(self)?;
         R::depend(&self.client, end, true)?;
-        self.copies().show();
+        self.memo().show();
         // Joined: what follows runs beside neither.
         taken.set(before);
         largest.set(largest.get().max(largest_before));

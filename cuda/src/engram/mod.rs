@@ -193,31 +193,17 @@ impl<R: Engine> Engram for Device<R> {
         }
         self.check_floats(OP, &params.clone().named())?;
         let sizes = Sizes::new(config, &dims);
-        let Sizes { positions, width, .. } = sizes;
-        let e = self.float_scratch(&[positions, sizes.inputs()])?;
-        let [key, value] = [self.float_scratch(&[positions, width])?, self.float_scratch(&[positions, width])?];
-        let (m, fit) = (self.float_scratch(inputs.c.shape())?, self.float_scratch(&[positions, FIT])?);
+        let positions = sizes.positions;
         let arm = self.forward_arm(STEM);
-        let gather = Gather { rows: inputs.rows, table: params.table, e: &e, sizes };
-        match arm {
-            Arm::Plain => plain::gather(self, &gather)?,
-            Arm::Fused => fused::gather(self, &gather)?,
-        }
-        for (name, weight, out) in [("engram::key", params.key, &key), ("engram::value", params.value, &value)] {
-            let projection = Product {
-                name,
-                batch: 1,
-                m: positions,
-                k: sizes.inputs(),
-                n: width,
-                a: matrix(&e, sizes.inputs()).plain(),
-                b: matrix(weight, width).plain(),
-                plus: Plus::Nothing,
-                out: matrix(out, width),
-                precision: Precision::Full,
-            };
-            product(self, arm, &projection)?;
-        }
+        let looked_up = || self.engram_look_up(arm, inputs.rows, &params, sizes);
+        // Every iteration of a block names the same rows.
+        let of = [inputs.rows, params.table, params.key, params.value];
+        let found = match arm {
+            Arm::Plain => looked_up()?,
+            Arm::Fused => self.once(("engram", 0), &of, looked_up)?,
+        };
+        let [e, key, value] = <[Tensor; 3]>::try_from(found).expect("a look-up gives three");
+        let (m, fit) = (self.float_scratch(inputs.c.shape())?, self.float_scratch(&[positions, FIT])?);
         let mix = Mix { c: inputs.c, key: &key, value: &value, m: &m, fit: &fit, sizes };
         match arm {
             Arm::Plain => plain::mix(self, &mix)?,
@@ -286,6 +272,34 @@ impl<R: Engine> Engram for Device<R> {
 }
 
 impl<R: Engine> Device<R> {
+    /// e and its two projections, key and value.
+    fn engram_look_up(&self, arm: Arm, rows: &Tensor, params: &Params<&Tensor>, sizes: Sizes) -> Result<Vec<Tensor>> {
+        let Sizes { positions, width, .. } = sizes;
+        let e = self.float_scratch(&[positions, sizes.inputs()])?;
+        let [key, value] = [self.float_scratch(&[positions, width])?, self.float_scratch(&[positions, width])?];
+        let gather = Gather { rows, table: params.table, e: &e, sizes };
+        match arm {
+            Arm::Plain => plain::gather(self, &gather)?,
+            Arm::Fused => fused::gather(self, &gather)?,
+        }
+        for (name, weight, out) in [("engram::key", params.key, &key), ("engram::value", params.value, &value)] {
+            let projection = Product {
+                name,
+                batch: 1,
+                m: positions,
+                k: sizes.inputs(),
+                n: width,
+                a: matrix(&e, sizes.inputs()).plain(),
+                b: matrix(weight, width).plain(),
+                plus: Plus::Nothing,
+                out: matrix(out, width),
+                precision: Precision::Full,
+            };
+            product(self, arm, &projection)?;
+        }
+        Ok(vec![e, key, value])
+    }
+
     /// The gradients of c and of the projections, and from these those of the weights and of the table.
     fn engram_backward(&self, call: &Unmix<'_>, order: &Tensor, into: &Params<&Tensor>) -> Result<()> {
         let Unmix { saved, dkey, dvalue, sizes, .. } = *call;

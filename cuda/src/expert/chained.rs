@@ -113,10 +113,19 @@ pub(super) fn forward<R: Engine>(b: &Device<R>, plans: Plans, call: &Call<'_>, y
     product(b, Arm::Fused, &batch("expert::a", &sizes, [rows, width, rank], matrix(u, width).plain(), up_u, out))?;
 
     let plan = plans.forward;
-    let side = b.float_scratch(&[width, experts, rank])?;
-    let turned = Turned { from: &params.up_u, to: &side, rows: width };
-    let factors = [&params.up_v, &params.down_u];
-    let factors = pack(b, "expert::pack", factors, None, Some(&turned), plan.rank, precision)?;
+    let of = [&params.up_v, &params.down_u, &params.up_u];
+    let variant = if precision == Precision::Bf16 { 1 } else { 0 };
+    let packed = b.once(("expert::pack", variant), &of, || {
+        let side = b.float_scratch(&[width, experts, rank])?;
+        let turned = Turned { from: &params.up_u, to: &side, rows: width };
+        let packed =
+            pack(b, "expert::pack", [&params.up_v, &params.down_u], None, Some(&turned), plan.rank, precision)?;
+        let [v, u] = packed;
+        Ok(vec![v.by_rank, v.by_row, u.by_rank, u.by_row, side])
+    })?;
+    let [v_by_rank, v_by_row, u_by_rank, u_by_row, side] =
+        <[Tensor; 5]>::try_from(packed).expect("two forms of two matrices, and a third");
+    let factors = [Packed { by_rank: v_by_rank, by_row: v_by_row }, Packed { by_rank: u_by_rank, by_row: u_by_row }];
     let cubes = experts * rows.div_ceil(plan.rows());
     let words = [&factors[0].by_rank, &factors[1].by_row];
     let floats = [&up_a, &params.up_s, &params.down_s, &down_a, &down_as];

@@ -28,8 +28,8 @@
 //! | tf32 | 1e-2 | 5e-4 | 1e-3 |
 //! | bf16 | 5e-2 | 5e-3 | 1e-2 |
 //!
-//! In tf32 and bf16 both bands are wider for a tensor whose norm lies in few elements (docs/adr/0009, 0034), and in f32 of a
-//! model with an objective of latents by what f32 arithmetic does there (docs/adr/0030).
+//! In tf32 and bf16 both bands are wider for a tensor whose norm lies in few elements (docs/adr/0009, 0016), and of a
+//! model with an objective of latents by what the reference says that the arithmetic does there (docs/adr/0030, 0034).
 //!
 //! With `--preset`, the checks that compare a backend with itself are of that preset at its own batch, and so are its
 //! gradients at batch 1; the others are of `tiny` whatever the preset, and not run again.

@@ -366,6 +366,24 @@ pub(crate) fn rounded<R: Engine>(
         let expected = format!("another format for {rows} rows: a ternary column has at most {MOST_ROWS}");
         return Err(Error::Config { op: name, field: "format", expected, got: format.to_string() });
     }
+    match arm {
+        Arm::Plain => written(device, arm, name, format, factors, fault),
+        // Every iteration of a block has the same ones.
+        Arm::Fused => {
+            let variant = FactorFormat::ALL.iter().position(|known| *known == format).expect("all are listed") as u32;
+            device.once((name, variant), factors, || written(device, arm, name, format, factors, fault))
+        }
+    }
+}
+
+fn written<R: Engine>(
+    device: &Device<R>,
+    arm: Arm,
+    name: &'static str,
+    format: FactorFormat,
+    factors: &[&Tensor],
+    fault: u32,
+) -> Result<Vec<Tensor>> {
     let (mut starts, mut len) = (Vec::new(), 0);
     for factor in factors {
         starts.push(len);
