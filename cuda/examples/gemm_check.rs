@@ -129,6 +129,7 @@ fn run<R: Engine>(measure: bool) -> ExitCode {
         }
         wrong += usize::from(!graph(&b, &cases)?);
         wrong += usize::from(!written_weights(&b)?);
+        smallest_steps(&b)?;
         for choice in b.gemm_choices() {
             // A product that the library refuses is computed all the same, but not as fast as this example promises.
             let word = if choice.source == Source::Kernel { "FAIL" } else { "    " };
@@ -188,6 +189,20 @@ fn written_weights<R: Engine>(b: &Device<R>) -> Result<bool> {
     }
     println!("ok   weights written in a step are read by the next product");
     Ok(true)
+}
+
+/// Captures steps of no launch, of one, and of two that wait for nothing.
+fn smallest_steps<R: Engine>(b: &Device<R>) -> Result<()> {
+    let [x, y] = [b.persistent(&[8], DType::F32)?, b.persistent(&[8], DType::F32)?];
+    for _ in 0..4 {
+        b.step(&StepKey { purpose: "nothing", variant: 0 }, &mut |_| Ok(()))?;
+        b.step(&StepKey { purpose: "one", variant: 0 }, &mut |b| b.fill(&x, 1.0))?;
+        b.step(&StepKey { purpose: "two", variant: 0 }, &mut |b| {
+            b.beside(&mut |b| b.fill(&x, 2.0), &mut |b| b.fill(&y, 3.0))
+        })?;
+    }
+    println!("ok   steps of no launch, of one, and of two side by side");
+    Ok(())
 }
 
 /// What is added to a product.

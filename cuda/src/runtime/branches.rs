@@ -86,6 +86,10 @@ impl Dependencies {
         // SAFETY: the graph is alive; without a list the driver gives the number alone.
         let counted = unsafe { sys::cuGraphGetNodes(graph, ptr::null_mut(), &mut count) };
         counted.result().map_err(shared.call("cuGraphGetNodes"))?;
+        // The driver refuses to list nothing.
+        if count == 0 {
+            return Ok(0);
+        }
         let mut nodes = vec![ptr::null_mut(); count];
         // SAFETY: the list has as many places as there are nodes.
         let listed = unsafe { sys::cuGraphGetNodes(graph, nodes.as_mut_ptr(), &mut count) };
@@ -98,11 +102,13 @@ impl Dependencies {
         counted.result().map_err(&fault)?;
         let (mut from, mut to) = (vec![ptr::null_mut(); edges], vec![ptr::null_mut(); edges]);
         let mut data = vec![PLAIN; edges];
-        // SAFETY: the three lists have as many places as there are edges.
-        let listed = unsafe {
-            sys::cuGraphGetEdges_v2(graph, from.as_mut_ptr(), to.as_mut_ptr(), data.as_mut_ptr(), &mut edges)
-        };
-        listed.result().map_err(&fault)?;
+        if edges > 0 {
+            // SAFETY: the three lists have as many places as there are edges.
+            let listed = unsafe {
+                sys::cuGraphGetEdges_v2(graph, from.as_mut_ptr(), to.as_mut_ptr(), data.as_mut_ptr(), &mut edges)
+            };
+            listed.result().map_err(&fault)?;
+        }
         match unjoined(&nodes, &from, &self.nodes) {
             0 => Ok(count),
             some => Err(Error::Call {
