@@ -67,11 +67,14 @@ struct Measured {
     graph_us: Option<f64>,
     device_ms: Option<f64>,
     /// What a step under timers did, by stage and operation.
-    stages: BTreeMap<String, BTreeMap<String, Share>>,
+    stages: Stages,
     mem_peak_mib: Option<f64>,
     /// The sentence on what a step waits for.
     bound: Option<String>,
 }
+
+/// Parts of a step by stage and operation.
+type Stages = BTreeMap<String, BTreeMap<String, Share>>;
 
 /// A part of a step: launches, and milliseconds on the device.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
@@ -109,7 +112,7 @@ pub fn command(arguments: &BenchArgs, build: Build) -> Result<()> {
     if let Some(path) = &arguments.map {
         // Found out now and not after half an hour of processes.
         try_write(path).with_context(|| map::cannot_write(path))?;
-        return map::write(path, resolve(&arguments.sources())?.jepa.has_teacher());
+        return map::write(path, arguments.steps + DEVICE_STEPS, resolve(&arguments.sources())?.jepa.has_teacher());
     }
     if arguments.processes < 2 && arguments.append.is_some() {
         let problem = "bench: one process has no run-to-run spread; give --processes 2 or more with --append";
@@ -273,10 +276,10 @@ fn device_ms(learner: &mut dyn Learner, config: &Config, batches: &mut Prefetch)
     Ok((after - before) as f64 / 1e6 / DEVICE_STEPS as f64)
 }
 
-/// What a step under timers did between two counts, by stage and operation. Such steps run kernel by kernel, so a node is a
-/// launch.
-fn stages(from: &Sites, to: &Sites) -> BTreeMap<String, BTreeMap<String, Share>> {
-    let mut stages: BTreeMap<String, BTreeMap<String, Share>> = BTreeMap::new();
+/// What a step under timers did between two counts. A graph is timed as a whole, so only a step without one has the times of
+/// its parts.
+fn stages(from: &Sites, to: &Sites) -> Stages {
+    let mut stages = Stages::new();
     for (key @ (stage, kernel), now) in to {
         let before = from.get(key).copied().unwrap_or_default();
         let launches = (now.launches + now.nodes - before.launches - before.nodes) as f64;

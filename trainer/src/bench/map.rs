@@ -10,7 +10,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 
-use super::{Measured, Share, alone, one_process, process};
+use super::{Measured, Share, Stages, alone, one_process, process};
 use crate::host;
 use crate::progress::say;
 
@@ -75,8 +75,9 @@ struct Effect<'a> {
     after: std::result::Result<&'a Measured, String>,
 }
 
-/// Measures and writes the map; `has_teacher` says whether the step has one, so that its price can be asked.
-pub(super) fn write(path: &Path, has_teacher: bool) -> Result<()> {
+/// Measures and writes the map of processes of so many steps; `has_teacher` says whether a step has one, so that its price
+/// can be asked.
+pub(super) fn write(path: &Path, steps: u64, has_teacher: bool) -> Result<()> {
     alone()?;
     let base = one_process(&[], None)?;
     say(&format!("{}: {:.3} ms a step", base.facts.line(), base.ms_median));
@@ -105,17 +106,34 @@ pub(super) fn write(path: &Path, has_teacher: bool) -> Result<()> {
             Effect { lever, before, after }
         })
         .collect();
-    let mut text = page(&base, spread, first.ok(), &effects);
-    text.push_str(&atlas(&base));
+    let mut text = page(&base, spread, first.ok().map(|cold| [cold, again.first_ms]), &effects);
+    let parts = parts_of(&base, &[]);
+    text.push_str(&atlas(&parts));
     if has_teacher {
         let off = effects.iter().find(|effect| effect.lever.switch == JEPA_OFF).map(|effect| effect.after.clone());
-        text.push_str(&objective(&base, &from_targets(), &off.context("the map has a lever for it")?));
+        let off = off.context("the map has a lever for it")?;
+        let (targets, parts_of_targets) = from_targets(steps);
+        let of_off = off.as_ref().map_or(Stages::new(), |off| parts_of(off, &JEPA_OFF));
+        let runs = [
+            ("a teacher that follows the model", Ok(&base), &parts),
+            ("targets from a file", targets.as_ref().map_err(Clone::clone), &parts_of_targets),
+            ("without it", off, &of_off),
+        ];
+        text.push_str(&objective(&runs));
     }
     std::fs::write(path, text).with_context(|| cannot_write(path))
 }
 
 pub(super) fn cannot_write(path: &Path) -> String {
     format!("bench: cannot write `{}`; give --map a file in a folder that exists and can be written", path.display())
+}
+
+/// The parts of a step by stage and operation, of a process without graphs, in which parts have times; none if it fails.
+fn parts_of(measured: &Measured, switch: &[&str]) -> Stages {
+    match measured.graph {
+        true => one_process(&[switch, &["--no-graph"]].concat(), None).map_or(Stages::new(), |eager| eager.stages),
+        false => measured.stages.clone(),
+    }
 }
 
 /// The parts of a stage together.
@@ -127,14 +145,14 @@ fn sum(parts: &BTreeMap<String, Share>) -> Share {
 }
 
 /// The step by stage and operation.
-fn atlas(base: &Measured) -> String {
+fn atlas(stages: &Stages) -> String {
     let mut text = String::from(
-        "\nThe step by stage and operation, launches and device milliseconds under timers, which run it kernel by kernel",
+        "\nThe step by stage and operation, launched kernel by kernel: launches, and milliseconds on the ",
     );
-    let _ = writeln!(text, ". The system that this one replaces launched {REPLACED_LAUNCHES} kernels a step.\n");
+    let _ = writeln!(text, "device. The system that this one replaces launched {REPLACED_LAUNCHES} kernels a step.\n");
     text.push_str("| stage | operation | launches | ms |\n|---|---|---|---|\n");
     let mut all = Share::default();
-    for (stage, parts) in &base.stages {
+    for (stage, parts) in stages {
         for (operation, part) in parts {
             let _ = writeln!(text, "| {stage} | {operation} | {:.0} | {:.3} |", part.launches, part.device_ms);
         }
@@ -145,34 +163,32 @@ fn atlas(base: &Measured) -> String {
     text
 }
 
-/// The step with targets from a file, which is made first.
-fn from_targets() -> std::result::Result<Measured, String> {
+/// The step with targets from a file, which is made first and holds so many steps, and its parts.
+fn from_targets(steps: u64) -> (std::result::Result<Measured, String>, Stages) {
     let file = std::env::temp_dir().join(format!("dormouse-map-{}.targets", std::process::id()));
     let name = file.display().to_string();
-    let made = process(&["--targets", &name], None);
-    let measured = made.and_then(|_| one_process(&["--set", &format!("jepa.targets={name}")], None));
+    // A run needs the targets of all its steps.
+    let (total, read) = (format!("train.total_steps={steps}"), format!("jepa.targets={name}"));
+    let made = process(&["--set", &total, "--targets", &name], None);
+    let switch = ["--set", &total, "--set", &read];
+    let measured = made.and_then(|_| one_process(&switch, None));
     let ms = measured.as_ref().map_or("NOTRUN".to_owned(), |measured| format!("{:.3} ms", measured.ms_median));
     say(&format!("jepa.targets: {ms}"));
+    let parts = measured.as_ref().map_or(Stages::new(), |measured| parts_of(measured, &switch));
     // As for the cache.
     let _ = std::fs::remove_file(&file);
-    measured.map_err(|error| format!("{error:#}"))
+    (measured.map_err(|error| format!("{error:#}")), parts)
 }
 
+/// A step with or without the objective of latents: what it is, what was measured, its parts.
+type Priced<'a> = (&'static str, std::result::Result<&'a Measured, String>, &'a Stages);
+
 /// What the objective of latents costs: the step with a teacher that follows, with targets from a file, without it.
-fn objective(
-    base: &Measured,
-    targets: &std::result::Result<Measured, String>,
-    off: &std::result::Result<&Measured, String>,
-) -> String {
+fn objective(runs: &[Priced<'_>; 3]) -> String {
     let mut text = String::from("\nWhat the objective of latents (JEPA) costs:\n\n");
     text.push_str("| the step | nodes | MB | ms | ms more than without |\n|---|---|---|---|---|\n");
-    let without = off.as_ref().ok().map(|off| off.ms_median);
-    let runs = [
-        ("a teacher that follows the model", Ok(base)),
-        ("targets from a file", targets.as_ref().map_err(Clone::clone)),
-        ("without it", off.clone()),
-    ];
-    for (name, run) in &runs {
+    let without = runs[2].1.as_ref().ok().map(|off| off.ms_median);
+    for (name, run, _) in runs {
         let line = match run {
             Ok(run) => format!(
                 "{} | {} | {:.3} | {}",
@@ -186,15 +202,10 @@ fn objective(
         let _ = writeln!(text, "| {name} | {line} |");
     }
     text.push_str(
-        "\nBy stage, launches and device milliseconds under timers, which run a step kernel by kernel (the step itself overlaps \
-         branches):\n\n| stage | teacher | targets | without | teacher - without | targets - without |\n|---|---|---|---|---|---|\n",
+        "\nBy stage, launched kernel by kernel: launches, and milliseconds on the device (the step itself overlaps branches):\n\n\
+         | stage | teacher | targets | without | teacher - without | targets - without |\n|---|---|---|---|---|---|\n",
     );
-    let share = |run: usize, stage: &str| match &runs[run].1 {
-        Ok(run) => Some(run.stages.get(stage).map(sum).unwrap_or_default()),
-        Err(_) => None,
-    };
-    let stages: BTreeSet<&String> =
-        runs.iter().filter_map(|(_, run)| run.as_ref().ok()).flat_map(|run| run.stages.keys()).collect();
+    let stages: BTreeSet<&String> = runs.iter().flat_map(|(_, _, parts)| parts.keys()).collect();
     let pair = |share: Option<Share>| {
         share.map_or("-".to_owned(), |share| format!("{:.0}, {:.3}", share.launches, share.device_ms))
     };
@@ -203,14 +214,17 @@ fn objective(
         Some(Share { launches: a.launches - b.launches, device_ms: a.device_ms - b.device_ms })
     };
     for stage in stages {
-        let [teacher, targets, off] = [0, 1, 2].map(|run| share(run, stage));
+        // A process without any parts has not run.
+        let of =
+            |(_, _, parts): &Priced<'_>| (!parts.is_empty()).then(|| parts.get(stage).map(sum).unwrap_or_default());
+        let [teacher, targets, off] = runs.each_ref().map(of);
         let cells = [teacher, targets, off, minus(teacher, off), minus(targets, off)].map(pair);
         let _ = writeln!(text, "| {stage} | {} |", cells.join(" | "));
     }
     text
 }
 
-fn page(base: &Measured, spread: f64, cold_ms: Option<f64>, effects: &[Effect<'_>]) -> String {
+fn page(base: &Measured, spread: f64, first_ms: Option<[f64; 2]>, effects: &[Effect<'_>]) -> String {
     let provenance = host::provenance(&[], 0);
     let commit = provenance["commit"].as_str().unwrap_or("-");
     let price = base.graph_us.unwrap_or(0.0);
@@ -263,8 +277,8 @@ fn page(base: &Measured, spread: f64, cold_ms: Option<f64>, effects: &[Effect<'_
         text,
         "| copies that fold a KDA tensor | launches that only copy, cast or move one (`cuda/tests/kda.rs`) | 0, held by the test | GONE |"
     );
-    let first = cold_ms
-        .map_or("NOTRUN".to_owned(), |ms| format!("{ms:.0} ms, {:.0} with the kernels in the cache", base.first_ms));
+    let first = first_ms
+        .map_or("NOTRUN".to_owned(), |[cold, warm]| format!("{cold:.0} ms, {warm:.0} with the kernels in the cache"));
     let _ = writeln!(text, "| first-step cost | the first step with an empty cache of kernels | {first} | MEASURED |");
     text
 }
@@ -308,7 +322,7 @@ fn line(effect: &Effect<'_>, price: f64, spread: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::super::tests::measured;
-    use super::{Effect, LEVERS, Share, atlas, line, objective, page};
+    use super::{Effect, LEVERS, Share, Stages, atlas, line, objective, page};
 
     #[test]
     fn a_lever_is_won_only_beyond_the_spread_and_what_failed_is_not_run() {
@@ -331,26 +345,28 @@ mod tests {
         // The reference counts neither, which is no proof of anything.
         let silent = super::Measured { allocations: None, problems: None, ..measured() };
         assert_eq!(page(&silent, 0.1, None, &[]).matches("NOTRUN the backend").count(), 2);
-        let text = page(&ill, 0.1, Some(9000.0), &[]);
+        let text = page(&ill, 0.1, Some([9000.0, 10.0]), &[]);
         assert_eq!(text.matches("BACK").count(), 2, "{text}");
         assert!(text.contains("kda: 2 unused") && text.contains("9000 ms"), "{text}");
     }
 
     #[test]
     fn the_price_of_the_objective_is_that_of_three_runs() {
-        let of = |ms: f64, launches: f64| super::Measured {
-            ms_median: ms,
-            stages: [("teacher".to_owned(), [("kda".to_owned(), Share { launches, device_ms: 0.1 * ms })].into())]
-                .into(),
-            ..measured()
+        let of = |ms_median: f64| super::Measured { ms_median, ..measured() };
+        let parts = |launches: f64, device_ms: f64| -> Stages {
+            [("teacher".to_owned(), [("kda".to_owned(), Share { launches, device_ms })].into())].into()
         };
-        let (base, targets, off) = (of(3.0, 20.0), of(2.5, 5.0), of(2.0, 0.0));
-        let text = objective(&base, &Ok(targets), &Ok(&off));
+        let (base, targets, off) = (of(3.0), of(2.5), of(2.0));
+        let of_runs = [parts(20.0, 0.3), parts(5.0, 0.25), parts(0.0, 0.2)];
+        let runs = |targets, parts: &'_ Stages| {
+            objective(&[("a", Ok(&base), &of_runs[0]), ("b", targets, parts), ("c", Ok(&off), &of_runs[2])])
+        };
+        let text = runs(Ok(&targets), &of_runs[1]);
         assert!(text.contains("| 3.000 | 1.000 |") && text.contains("| 2.500 | 0.500 |"), "{text}");
         assert!(text.contains("| teacher | 20, 0.300 | 5, 0.250 | 0, 0.200 | 20, 0.100 | 5, 0.050 |"), "{text}");
-        let step = atlas(&base);
+        let step = atlas(&of_runs[0]);
         assert!(step.contains("| teacher | kda | 20 | 0.300 |\n| all | | 20 | 0.300 |"), "{step}");
-        let text = objective(&base, &Err("no disk|here\nmore".into()), &Ok(&off));
+        let text = runs(Err("no disk|here\nmore".into()), &Stages::new());
         assert!(text.contains("NOTRUN no disk/here |") && text.contains("| - | 0, 0.200 | 20, 0.100 | - |"), "{text}");
     }
 }
