@@ -81,6 +81,7 @@ fn a_wrong_command_line_is_exit_2_and_names_the_right_one() {
     // A number is not taken for a flag.
     place.run(&["anchors", "--seed", "-1"]).expect(2, &["invalid value '-1' for '--seed"]);
     place.run(&["train", "--max-minutes", "-1"]).expect(2, &["--max-minutes is -1"]);
+    place.run(&["train", "--allow-change", "seed"]).expect(2, &["--allow-change", "give --resume"]);
     place.run(&["train", "--max-minutes", "nan"]).expect(2, &["--max-minutes is NaN; give a number, 0 or more"]);
     place.run(&["generate", "runs/a", "--temperature", "-1"]).expect(2, &["--temperature is -1"]);
     // An empty variable of a script must not mean the text that ships with dormouse.

@@ -20,6 +20,8 @@ struct Lever {
     /// What turns it off, or on where `turns_on`.
     switch: &'static [&'static str],
     turns_on: bool,
+    /// Whether the step has what the lever moves; a switch that changes nothing measures nothing.
+    applies: fn(&Measured) -> bool,
     /// What shows that both sides compute the same, or that they need not.
     gate: &'static str,
 }
@@ -34,36 +36,42 @@ const LEVERS: [Lever; 6] = [
         name: "fused KDA adjoint",
         switch: &["--arm", "kda=plain"],
         turns_on: false,
+        applies: |_| true,
         gate: "kda: diff, poison, det, bite",
     },
     Lever {
         name: "batched retraction",
         switch: &["--arm", "retract_all=plain"],
         turns_on: false,
+        applies: |_| true,
         gate: "retract_all: diff, poison, det, bite",
     },
     Lever {
         name: "head-wise Newton-Schulz in one batch",
         switch: &["--arm", "muon=plain"],
         turns_on: false,
+        applies: |base| base.ns.is_some(),
         gate: "muon: diff, poison, det, bite",
     },
     Lever {
         name: "Newton-Schulz 8 to 5 iterations",
         switch: &["--set", "optimizer.muon_iterations=5"],
         turns_on: true,
+        applies: |base| base.ns.is_some(),
         gate: "another update: `dormouse compare` decides",
     },
     Lever {
         name: "fused RMSNorm",
         switch: &["--arm", "rms_norm=plain"],
         turns_on: false,
+        applies: |_| true,
         gate: "rms_norm: diff, poison, det, bite",
     },
     Lever {
         name: "no objective of latents, so no teacher's forward pass",
         switch: &JEPA_OFF,
         turns_on: true,
+        applies: |base| base.jepa.is_some(),
         gate: "another objective: `dormouse compare` decides",
     },
 ];
@@ -81,17 +89,23 @@ pub(super) fn write(path: &Path, steps: u64, has_teacher: bool) -> Result<()> {
     alone()?;
     let base = one_process(&[], None)?;
     say(&format!("{}: {:.3} ms a step", base.facts.line(), base.ms_median));
-    // Run to run nothing smaller than this can be told from nothing.
     let again = one_process(&[], None)?;
-    let spread = (base.ms_median - again.ms_median).abs();
-    let cold = std::env::temp_dir().join(format!("dormouse-map-{}", std::process::id()));
-    let first = one_process(&[], Some(&cold)).map(|measured| measured.first_ms);
+    let folder = std::env::temp_dir().join(format!("dormouse-map-{}", std::process::id()));
+    let cold = one_process(&[], Some(&folder));
+    // Run to run nothing smaller than this can be told from nothing.
+    let same = [Some(&base), Some(&again), cold.as_ref().ok()];
+    let medians = || same.iter().flatten().map(|measured| measured.ms_median);
+    let spread = medians().fold(0.0, f64::max) - medians().fold(f64::INFINITY, f64::min);
+    let first = cold.map(|measured| measured.first_ms);
     // A folder that stays behind costs some megabytes and nothing else.
-    let _ = std::fs::remove_dir_all(&cold);
+    let _ = std::fs::remove_dir_all(&folder);
     let others: Vec<Result<Measured>> = LEVERS
         .iter()
         .map(|lever| {
-            let measured = one_process(lever.switch, None);
+            let measured = match (lever.applies)(&base) {
+                true => one_process(lever.switch, None),
+                false => Err(anyhow::anyhow!("the step has nothing that this changes")),
+            };
             let ms = measured.as_ref().map_or("NOTRUN".to_owned(), |measured| format!("{:.3} ms", measured.ms_median));
             say(&format!("{}: {ms}", lever.switch.join(" ")));
             measured
@@ -243,8 +257,8 @@ fn page(base: &Measured, spread: f64, first_ms: Option<[f64; 2]>, effects: &[Eff
     let nodes = base.nodes.unwrap_or(0.0);
     let _ = writeln!(
         text,
-        "- the step: {:.3} ms (median of steps {} to {}, interquartile range {:.3}), {nodes:.0} nodes at {price:.2} us; a second \
-         process differs by {spread:.3} ms, and less than that is no effect",
+        "- the step: {:.3} ms (median of steps {} to {}, interquartile range {:.3}), {nodes:.0} nodes at {price:.2} us; processes of \
+         the same step differ by up to {spread:.3} ms, and less than that is no effect",
         base.ms_median,
         super::COLD_STEPS + 1,
         base.step_to,

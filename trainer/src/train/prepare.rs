@@ -76,6 +76,11 @@ pub struct Prepared {
 /// Whatever is wrong with them, typed as [`crate::exit::Exit::of`] expects.
 pub fn prepare(request: &Request, build: Build) -> anyhow::Result<Prepared> {
     match &request.resume {
+        None if !request.allow_change.is_empty() => {
+            let problem =
+                "train: --allow-change is about what a stored run has otherwise; give --resume, or leave it out";
+            Err(ConfigError::Usage(problem.into()).into())
+        }
         None => start(request, build),
         Some(Resume::Run(path)) => resume(request, RunFolder::open(path)?, build),
         Some(Resume::Auto) => {
