@@ -31,7 +31,7 @@ use crate::config::{Config, JepaMode, TrainConfig};
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum DataError {
-    #[error("data: `{path}` does not exist; give a file or a folder of bytes")]
+    #[error("data: `{path}` does not exist; give --data, or --eval, a file or a folder of bytes")]
     Missing { path: PathBuf },
     #[error("data: `{path}` has {bytes} bytes, expected at least {needed} ({why}); give more data or {fix}")]
     TooSmall { path: String, bytes: u64, needed: u64, why: String, fix: String },
