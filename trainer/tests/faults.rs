@@ -4,18 +4,7 @@ mod process;
 
 use std::path::{Path, PathBuf};
 
-use process::{Done, Place, wait_for};
-
-/// Arguments of a run of `steps` that takes seconds and saves every 5 steps.
-fn train<'a>(name: &'a str, steps: &'a str, more: &[&'a str]) -> Vec<&'a str> {
-    let mut arguments = vec!["train", "--backend", "cpu", "--preset", "tiny", "--name", name, "--steps", steps];
-    for set in ["data.eval_windows=4", "data.eval_bytes=64", "log.sample_bytes=8", "checkpoint.keep_last=100"] {
-        arguments.extend(["--set", set]);
-    }
-    arguments.extend(["--save-every", "5", "--eval-every", "1000", "--log-every", "5"]);
-    arguments.extend(more);
-    arguments
-}
+use process::{Done, Place, train, wait_for};
 
 fn metrics(run: &Path) -> String {
     std::fs::read_to_string(run.join("metrics.jsonl")).unwrap()

@@ -7,18 +7,7 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 
 use dormouse::checkpoint::{State, newest_good};
-use process::{Done, Place, signal, wait_for, wait_until};
-
-/// Arguments of a run of `steps` that takes seconds and saves every 5 steps.
-fn train<'a>(name: &'a str, steps: &'a str, more: &[&'a str]) -> Vec<&'a str> {
-    let mut arguments = vec!["train", "--backend", "cpu", "--preset", "tiny", "--name", name, "--steps", steps];
-    for set in ["data.eval_windows=4", "data.eval_bytes=64", "log.sample_bytes=8", "checkpoint.keep_last=100"] {
-        arguments.extend(["--set", set]);
-    }
-    arguments.extend(["--save-every", "5", "--eval-every", "1000", "--log-every", "5"]);
-    arguments.extend(more);
-    arguments
-}
+use process::{Done, Place, signal, train, wait_for, wait_until};
 
 fn state(place: &Place, name: &str) -> State {
     newest_good(&place.path("runs").join(name).join("checkpoints")).unwrap().loaded.state

@@ -65,7 +65,8 @@ impl Writer {
     /// Writes the rows of a step: what was counted since the last call.
     ///
     /// # Errors
-    /// The file cannot be written, which is a [`std::io::Error`]; the host waited in a stage where no wait belongs, which a step must not need.
+    /// The file cannot be written, which is a [`std::io::Error`]; the host waited in a stage where no wait belongs, which
+    /// a step must not need.
     pub fn step(&mut self, step: u64, now: Sites) -> Result<()> {
         let mut text = String::new();
         for (&(stage, kernel), site) in &now {

@@ -17,7 +17,7 @@ use crate::model::{MEMORY_TABLE, check_latents};
 use crate::progress::{Reporter, minutes};
 use crate::run::RunFolder;
 use crate::signals::Stop;
-use crate::train::Build;
+use crate::train::{Build, Learner};
 
 /// Progress lines of a whole file where there is no bar.
 const LINES: u64 = 20;
@@ -68,9 +68,7 @@ pub fn run(arguments: &JepaTargetsArgs, build: Build) -> anyhow::Result<()> {
             return Ok(());
         }
         let step = first + done;
-        let batch = data.training_batch(&config.train, step)?;
-        let mask = batch.mask.as_deref().expect("data of a run with the objective has masks");
-        writer.add(mask, &learner.latents(&batch)?)?;
+        add(&mut writer, &data, &config, &mut *learner, step)?;
         let done = done + 1;
         if done == steps || done.is_multiple_of((steps / LINES).max(1)) {
             let each = began.elapsed().as_secs_f64() / done as f64;
@@ -96,12 +94,17 @@ pub(crate) fn write_for_bench(config: &Config, steps: u64, out: &Path, build: Bu
     let header = header(&config, &data, (0, &learner.export()?), 0, steps)?;
     let mut writer = Writer::create(out, header)?;
     for step in 0..steps {
-        let batch = data.training_batch(&config.train, step)?;
-        let mask = batch.mask.as_deref().expect("data of a run with the objective has masks");
-        writer.add(mask, &learner.latents(&batch)?)?;
+        add(&mut writer, &data, &config, &mut *learner, step)?;
     }
     writer.finish()?;
     Ok(())
+}
+
+/// Adds the latents of a step's batch.
+fn add(writer: &mut Writer, data: &Data, config: &Config, learner: &mut dyn Learner, step: u64) -> anyhow::Result<()> {
+    let batch = data.training_batch(&config.train, step)?;
+    let mask = batch.mask.as_deref().expect("data of a run with the objective has masks");
+    Ok(writer.add(mask, &learner.latents(&batch)?)?)
 }
 
 fn header(config: &Config, data: &Data, teacher: (u64, &State), first: u64, steps: u64) -> anyhow::Result<Header> {

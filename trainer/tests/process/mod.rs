@@ -119,3 +119,14 @@ pub fn signal(child: &Child, signal: i32) {
     // SAFETY: the process is our child and has not been waited for, so the number is still its own.
     assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
 }
+
+/// Arguments of a run of `steps` that takes seconds and saves every 5 steps.
+pub fn train<'a>(name: &'a str, steps: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+    let mut arguments = vec!["train", "--backend", "cpu", "--preset", "tiny", "--name", name, "--steps", steps];
+    for set in ["data.eval_windows=4", "data.eval_bytes=64", "log.sample_bytes=8", "checkpoint.keep_last=100"] {
+        arguments.extend(["--set", set]);
+    }
+    arguments.extend(["--save-every", "5", "--eval-every", "1000", "--log-every", "5"]);
+    arguments.extend(more);
+    arguments
+}
