@@ -407,13 +407,13 @@ pub fn compile(stems: &[String], plant: bool, sink: &mut dyn FnMut(String)) -> R
         let start = Instant::now();
         let ran = step(&opened);
         let variants = Offline::take(&client).map_err(|why| why.to_string())?;
-        let failures: Vec<&Variant> = variants.iter().filter(|variant| variant.ptx.is_err()).collect();
-        let bytes: usize = variants.iter().filter_map(|variant| variant.ptx.as_ref().ok()).sum();
+        let failures: Vec<&Variant> = variants.iter().filter(|variant| variant.bytes.is_err()).collect();
+        let bytes: usize = variants.iter().filter_map(|variant| variant.bytes.as_ref().ok()).sum();
         let status = if failures.is_empty() && ran.is_ok() { "PASS" } else { "FAIL" };
         let (count, seconds) = (variants.len(), start.elapsed().as_secs_f64());
-        sink(format!("{stem:<16} {count:>5} variants {bytes:>9} B of PTX {seconds:>7.2} s  {status}"));
+        sink(format!("{stem:<16} {count:>5} variants {bytes:>9} B of code {seconds:>7.2} s  {status}"));
         for variant in &failures {
-            sink(format!("  {}", variant.ptx.as_ref().expect_err("it was chosen for that")));
+            sink(format!("  {}", variant.bytes.as_ref().expect_err("it was chosen for that")));
         }
         if let Err(error) = &ran {
             sink(format!("  {error}"));

@@ -89,7 +89,7 @@ struct Args {
     /// Write receipts into this folder for fused kernels whose gates diff, poison, det and bite are all green.
     #[arg(long, value_name = "DIR")]
     receipts: Option<PathBuf>,
-    /// Compile every kernel of the case tables to PTX for sm_90 and run none; needs no GPU, only NVRTC and its headers.
+    /// Compile every kernel of the case tables for sm_90, through PTX to machine code, and run none; needs no GPU, only NVRTC and its headers.
     #[arg(long)]
     ptx: bool,
     /// Run the smaller cases on CUDA under this tool of NVIDIA's compute-sanitizer, once and without mutants; NOTRUN where
@@ -276,7 +276,7 @@ impl Settings {
 fn compile(args: &Args) -> ExitCode {
     match devices::compile(&args.stems, args.mutant.is_some(), &mut |line| println!("{line}")) {
         Ok(Ok(variants)) => {
-            println!("PASS {variants} variants of kernels compile to PTX");
+            println!("PASS {variants} variants of kernels compile for sm_90");
             ExitCode::SUCCESS
         }
         Ok(Err(faults)) => {

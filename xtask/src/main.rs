@@ -64,7 +64,7 @@ enum Task {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         rest: Vec<String>,
     },
-    /// Compile every kernel to PTX for sm_90 on a machine without a GPU; NOTRUN where NVRTC is missing.
+    /// Compile every kernel for sm_90, through PTX to machine code, on a machine without a GPU; NOTRUN where NVRTC is missing.
     Ptx {
         /// Passed to the gate binary, such as stems, or `--require ptx` to fail where NVRTC is missing.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]

@@ -16,7 +16,7 @@ use super::chain::{Cuts, cuts, whole_chain};
 use super::forward::Plan;
 use super::prep::Chunks;
 use super::tile::{self, clear, multiply_add};
-use super::{CHUNK, Call, SPAN, bytes, gate_or, load_or_zero, optional};
+use super::{CHUNK, Call, SPAN, bytes, optional};
 use crate::device::Device;
 use crate::launch::Grid;
 use crate::runtime::Engine;
@@ -185,7 +185,7 @@ fn dstate_kernel(
             tile::put(&next_decay, &mut decay, 0usize, one_row);
             #[unroll]
             for e in 0..comptime!(product.elements()) {
-                upstream[tile::row(e, product) * stride + tile::column(e, product)] = next_upstream[e];
+                upstream[tile::row(e, product) * stride + tile::column(e, product)] = scale * next_upstream[e];
                 strength[e] = next_strength[e];
             }
             let start = (chunks - turn) * size;
@@ -204,16 +204,9 @@ fn dstate_kernel(
             tile::fetch(p, &mut next_p, number * comptime!(CHUNK * CHUNK), size, by_pair);
             tile::fetch(t, &mut next_t, number * comptime!(CHUNK * CHUNK), size, by_pair);
             tile::fetch(through, &mut next_decay, number * key, key, one_row);
-            #[unroll]
-            for e in 0..comptime!(product.elements()) {
-                let i = n * size + tile::row(e, product);
-                let j = first + tile::column(e, product);
-                let at = chain.at(i, value) + j;
-                let alive = i < length && j < value;
-                let strength = load_or_zero(beta, chain.at(i, 1usize), i < length);
-                next_strength[e] = gate_or(write_gate, at, strength, alive);
-                next_upstream[e] = scale * load_or_zero(d_o, at, alive);
-            }
+            let start = n * size;
+            tile::fetch_strength(write_gate, beta, &mut next_strength, &chain, start, first, value, product);
+            tile::fetch_product(d_o, &mut next_upstream, &chain, start, first, value, product);
         }
         if turn > 0 {
             let start = (chunks - turn) * size;
@@ -250,21 +243,17 @@ fn dstate_kernel(
             sync_cube();
 
             // dS = Diag(e^{G_n}) dS' + scale Qt^T dO - Rt^T Z
-            let into_state = comptime!(plan.into_state());
-            for group in 0..key.div_ceil(size) {
-                let c = group * size;
+            if comptime!(plan.math.cuda) {
+                // No group waits for what the one before reads.
                 #[unroll]
-                for e in 0..comptime!(product.elements()) {
-                    let channel = c + tile::row(e, product);
-                    sum[e] = decay[channel] * dstate[channel * stride + tile::column(e, product)];
+                for group in 0..comptime!(plan.rows / CHUNK) {
+                    let c = comptime!(group * CHUNK).runtime();
+                    retreat(&mut dstate, &decay, &query, &upstream, &erase, &solved, c, live, plan, mutant);
                 }
-                multiply_add(&mut sum, &query, c, &upstream, 0usize, live, into_state, product);
-                if comptime!(mutant != 6) {
-                    multiply_add(&mut sum, &erase, c, &solved, 0usize, live, into_state, product);
-                }
-                #[unroll]
-                for e in 0..comptime!(product.elements()) {
-                    dstate[(c + tile::row(e, product)) * stride + tile::column(e, product)] = sum[e];
+            } else {
+                for group in 0..key.div_ceil(size) {
+                    let c = group * size;
+                    retreat(&mut dstate, &decay, &query, &upstream, &erase, &solved, c, live, plan, mutant);
                 }
             }
         }
@@ -276,5 +265,38 @@ fn dstate_kernel(
             tile::store_state(&dstate, initial, chain.index * (key * value), first, key, value, of_state);
         }
         ComptimeOption::None => {}
+    }
+}
+
+/// The channels of the state's gradient from `c` on, as many as a chunk has tokens, taken back across the chunk.
+#[cube]
+fn retreat(
+    dstate: &mut SharedMemory<f32>,
+    decay: &SharedMemory<f32>,
+    query: &SharedMemory<f32>,
+    upstream: &SharedMemory<f32>,
+    erase: &SharedMemory<f32>,
+    solved: &SharedMemory<f32>,
+    c: usize,
+    live: usize,
+    #[comptime] plan: Plan,
+    #[comptime] mutant: u32,
+) {
+    let product = comptime!(plan.product());
+    let into_state = comptime!(plan.into_state());
+    let stride = comptime!(plan.by_column().stride);
+    let mut sum = Array::<f32>::new(comptime!(product.elements()));
+    #[unroll]
+    for e in 0..comptime!(product.elements()) {
+        let channel = c + tile::row(e, product);
+        sum[e] = decay[channel] * dstate[channel * stride + tile::column(e, product)];
+    }
+    multiply_add(&mut sum, query, c, upstream, 0usize, live, into_state, product);
+    if comptime!(mutant != 6) {
+        multiply_add(&mut sum, erase, c, solved, 0usize, live, into_state, product);
+    }
+    #[unroll]
+    for e in 0..comptime!(product.elements()) {
+        dstate[(c + tile::row(e, product)) * stride + tile::column(e, product)] = sum[e];
     }
 }

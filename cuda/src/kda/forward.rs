@@ -18,7 +18,7 @@ use dormouse_reference::kda::Outputs;
 use super::chain::{Cuts, cuts, whole_chain};
 use super::prep::Chunks;
 use super::tile::{self, Factors, Math, Part, Strides, Tile, clear, multiply_add};
-use super::{CHUNK, Call, Fused, SPAN, Sizes, bytes, gate_or, load_or_zero, optional, widest};
+use super::{CHUNK, Call, Fused, SPAN, Sizes, bytes, optional, widest};
 use crate::device::Device;
 use crate::launch::Grid;
 use crate::runtime::Engine;
@@ -242,7 +242,8 @@ fn forward_kernel(
     let mut next_p = Array::<f32>::new(comptime!(by_pair.per_unit()));
     let mut next_t = Array::<f32>::new(comptime!(by_pair.per_unit()));
     let mut next_decay = Array::<f32>::new(comptime!(one_row.per_unit()));
-    let mut next_target = Array::<f32>::new(comptime!(product.elements()));
+    let mut next_value = Array::<f32>::new(comptime!(product.elements()));
+    let mut next_strength = Array::<f32>::new(comptime!(product.elements()));
     let mut target = Array::<f32>::new(comptime!(product.elements()));
     let mut sum = Array::<f32>::new(comptime!(product.elements()));
     let mut read = Array::<f32>::new(comptime!(product.elements()));
@@ -272,7 +273,7 @@ fn forward_kernel(
             tile::put(&next_decay, &mut decay, 0usize, one_row);
             #[unroll]
             for e in 0..comptime!(product.elements()) {
-                target[e] = next_target[e];
+                target[e] = next_strength[e] * next_value[e];
             }
             let start = (turn - 1) * size;
             if start % span == 0 {
@@ -292,16 +293,9 @@ fn forward_kernel(
             tile::fetch(p, &mut next_p, number * comptime!(CHUNK * CHUNK), size, by_pair);
             tile::fetch(t, &mut next_t, number * comptime!(CHUNK * CHUNK), size, by_pair);
             tile::fetch(through, &mut next_decay, number * key, key, one_row);
-            #[unroll]
-            for e in 0..comptime!(product.elements()) {
-                let i = turn * size + tile::row(e, product);
-                let j = first + tile::column(e, product);
-                let at = chain.at(i, value) + j;
-                let alive = i < length && j < value;
-                let strength = load_or_zero(beta, chain.at(i, 1usize), i < length);
-                let strength = gate_or(write_gate, at, strength, alive);
-                next_target[e] = strength * load_or_zero(v, at, alive);
-            }
+            let start = turn * size;
+            tile::fetch_product(v, &mut next_value, &chain, start, first, value, product);
+            tile::fetch_strength(write_gate, beta, &mut next_strength, &chain, start, first, value, product);
         }
         if turn > 0 {
             let start = (turn - 1) * size;
@@ -342,27 +336,15 @@ fn forward_kernel(
             }
 
             // S <- Diag(e^{G_n}) S + Kb^T U
-            for group in 0..key.div_ceil(size) {
-                let c = group * size;
+            if comptime!(plan.math.cuda) {
+                // No group waits for what the one before reads.
                 #[unroll]
-                for e in 0..comptime!(product.elements()) {
-                    let channel = c + tile::row(e, product);
-                    let held = state[channel * stride + tile::column(e, product)];
-                    sum[e] = decay[channel] * held;
-                    if comptime!(mutant == 2) {
-                        sum[e] = held;
-                    }
-                    if comptime!(mutant == 4) {
-                        let renamed = decay[channel] * held;
-                        sum[e] = renamed;
-                    }
+                for group in 0..comptime!(plan.rows / CHUNK) {
+                    advance(&mut state, &decay, &write, &u, comptime!(group * CHUNK).runtime(), live, plan, mutant);
                 }
-                if comptime!(mutant != 3) {
-                    multiply_add(&mut sum, &write, c, &u, 0usize, live, comptime!(plan.into_state()), product);
-                }
-                #[unroll]
-                for e in 0..comptime!(product.elements()) {
-                    state[(c + tile::row(e, product)) * stride + tile::column(e, product)] = sum[e];
+            } else {
+                for group in 0..key.div_ceil(size) {
+                    advance(&mut state, &decay, &write, &u, group * size, live, plan, mutant);
                 }
             }
         }
@@ -374,5 +356,42 @@ fn forward_kernel(
             tile::store_state(&state, last, chain.index * (key * value), first, key, value, of_state);
         }
         ComptimeOption::None => {}
+    }
+}
+
+/// The channels of the state from `c` on, as many as a chunk has tokens, taken across the chunk.
+#[cube]
+fn advance(
+    state: &mut SharedMemory<f32>,
+    decay: &SharedMemory<f32>,
+    write: &SharedMemory<f32>,
+    u: &SharedMemory<f32>,
+    c: usize,
+    live: usize,
+    #[comptime] plan: Plan,
+    #[comptime] mutant: u32,
+) {
+    let product = comptime!(plan.product());
+    let stride = comptime!(plan.stride());
+    let mut sum = Array::<f32>::new(comptime!(product.elements()));
+    #[unroll]
+    for e in 0..comptime!(product.elements()) {
+        let channel = c + tile::row(e, product);
+        let held = state[channel * stride + tile::column(e, product)];
+        sum[e] = decay[channel] * held;
+        if comptime!(mutant == 2) {
+            sum[e] = held;
+        }
+        if comptime!(mutant == 4) {
+            let renamed = decay[channel] * held;
+            sum[e] = renamed;
+        }
+    }
+    if comptime!(mutant != 3) {
+        multiply_add(&mut sum, write, c, u, 0usize, live, comptime!(plan.into_state()), product);
+    }
+    #[unroll]
+    for e in 0..comptime!(product.elements()) {
+        state[(c + tile::row(e, product)) * stride + tile::column(e, product)] = sum[e];
     }
 }

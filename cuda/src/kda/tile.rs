@@ -384,15 +384,48 @@ pub(crate) fn load(
 ) {
     // All loads are on their way before the first is waited for.
     let mut loaded = Array::<f32>::new(comptime!(part.per_unit()));
-    #[unroll]
-    for n in 0..comptime!(part.per_unit()) {
-        let i = part_row(n, part);
-        let c = part_column(n, part);
-        let there = i < comptime!(part.rows) && start + i < chain.length && first + c < width;
-        let at = chain.at(start + i, width) + first + c;
-        loaded[n] = load_or_zero(x, at, there);
+    let apart = comptime!(part.rows_apart());
+    if comptime!(apart > 0) {
+        let i = start + part_row(0usize, part);
+        let c = first + part_column(0usize, part);
+        let step = chain.step(width) * apart;
+        let mut at = chain.at(i, width) + c;
+        clear_part(&mut loaded, part);
+        if c < width {
+            if start + comptime!(part.rows) <= chain.length {
+                #[unroll]
+                for n in 0..comptime!(part.per_unit()) {
+                    loaded[n] = x.at(at);
+                    at += step;
+                }
+            } else {
+                #[unroll]
+                for n in 0..comptime!(part.per_unit()) {
+                    loaded[n] = load_or_zero(x, at, i + comptime!(n * part.rows_apart()) < chain.length);
+                    at += step;
+                }
+            }
+        }
+    } else {
+        #[unroll]
+        for n in 0..comptime!(part.per_unit()) {
+            let i = part_row(n, part);
+            let c = part_column(n, part);
+            let there = i < comptime!(part.rows) && start + i < chain.length && first + c < width;
+            let at = chain.at(start + i, width) + first + c;
+            loaded[n] = load_or_zero(x, at, there);
+        }
     }
     put(&loaded, into, into_at, part);
+}
+
+/// Sets this unit's elements of a tile to zero.
+#[cube]
+fn clear_part(values: &mut Array<f32>, #[comptime] part: Part) {
+    #[unroll]
+    for n in 0..comptime!(part.per_unit()) {
+        values[n] = 0.0f32;
+    }
 }
 
 /// A tile in shared memory, dealt out to the units element by element for work that is no product.
@@ -419,6 +452,13 @@ impl Part {
     /// Elements that the tile takes.
     pub const fn len(self) -> usize {
         self.rows * self.stride
+    }
+
+    /// Rows from one element of a unit to its next where all of them are in one column and inside the tile, else 0. Then
+    /// one test of the column serves all, and from one address to the next it is one addition: with one group of 32 units
+    /// on each of a multiprocessor's schedulers, what is computed for every element is what a chunk takes.
+    const fn rows_apart(self) -> usize {
+        if self.even() && self.units.is_multiple_of(self.columns) { self.units / self.columns } else { 0 }
     }
 }
 
@@ -454,22 +494,104 @@ pub(crate) fn decay(
 /// columns that do not exist; [`put`] takes them on to shared memory. What is read a chunk ahead is there when it is used.
 #[cube]
 pub(crate) fn fetch(x: &Floats, ahead: &mut Array<f32>, at: usize, width: usize, #[comptime] part: Part) {
+    let apart = comptime!(part.rows_apart());
+    if comptime!(apart > 0) {
+        let c = part_column(0usize, part);
+        let step = width * apart;
+        let mut at = at + part_row(0usize, part) * width + c;
+        clear_part(ahead, part);
+        if c < width {
+            #[unroll]
+            for n in 0..comptime!(part.per_unit()) {
+                ahead[n] = x.at(at);
+                at += step;
+            }
+        }
+    } else {
+        #[unroll]
+        for n in 0..comptime!(part.per_unit()) {
+            let i = part_row(n, part);
+            let c = part_column(n, part);
+            ahead[n] = load_or_zero(x, at + i * width + c, i < comptime!(part.rows) && c < width);
+        }
+    }
+}
+
+/// [`fetch`] for this unit's elements of a product: tokens from `start` and columns from `first` on of a
+/// `[B, T, HV, width]` tensor, with zeros for those that do not exist. Nothing is computed with what is read before it is
+/// used: that would wait for it.
+#[cube]
+pub(crate) fn fetch_product(
+    x: &Floats,
+    ahead: &mut Array<f32>,
+    chain: &Chain,
+    start: usize,
+    first: usize,
+    width: usize,
+    #[comptime] tile: Tile,
+) {
+    let whole = start + comptime!(tile.rows) <= chain.length && first + comptime!(tile.columns) <= width;
     #[unroll]
-    for n in 0..comptime!(part.per_unit()) {
-        let i = part_row(n, part);
-        let c = part_column(n, part);
-        ahead[n] = load_or_zero(x, at + i * width + c, i < comptime!(part.rows) && c < width);
+    for e in 0..comptime!(tile.elements()) {
+        ahead[e] = 0.0f32;
+    }
+    if whole {
+        #[unroll]
+        for e in 0..comptime!(tile.elements()) {
+            ahead[e] = x.at(chain.at(start + row(e, tile), width) + first + column(e, tile));
+        }
+    } else {
+        #[unroll]
+        for e in 0..comptime!(tile.elements()) {
+            let (i, j) = (start + row(e, tile), first + column(e, tile));
+            ahead[e] = load_or_zero(x, chain.at(i, width) + j, i < chain.length && j < width);
+        }
+    }
+}
+
+/// How strongly this unit's elements of a product are written: by the gate of their column where there is one, else by
+/// beta of their token.
+#[cube]
+pub(crate) fn fetch_strength(
+    gate: &ComptimeOption<Floats>,
+    beta: &Floats,
+    ahead: &mut Array<f32>,
+    chain: &Chain,
+    start: usize,
+    first: usize,
+    width: usize,
+    #[comptime] tile: Tile,
+) {
+    #[comptime]
+    match gate {
+        ComptimeOption::Some(gate) => fetch_product(gate, ahead, chain, start, first, width, tile),
+        ComptimeOption::None =>
+        {
+            #[unroll]
+            for e in 0..comptime!(tile.elements()) {
+                let i = start + row(e, tile);
+                ahead[e] = load_or_zero(beta, chain.at(i, 1usize), i < chain.length);
+            }
+        }
     }
 }
 
 /// Writes what a unit has read of a tile to shared memory, from `into_at` on.
 #[cube]
 pub(crate) fn put(ahead: &Array<f32>, into: &mut SharedMemory<f32>, into_at: usize, #[comptime] part: Part) {
-    #[unroll]
-    for n in 0..comptime!(part.per_unit()) {
-        let i = part_row(n, part);
-        if comptime!(part.even()) || i < comptime!(part.rows) {
-            into[into_at + i * comptime!(part.stride) + part_column(n, part)] = ahead[n];
+    if comptime!(part.rows_apart() > 0) {
+        let at = into_at + part_row(0usize, part) * comptime!(part.stride) + part_column(0usize, part);
+        #[unroll]
+        for n in 0..comptime!(part.per_unit()) {
+            into[at + comptime!(n * part.rows_apart() * part.stride)] = ahead[n];
+        }
+    } else {
+        #[unroll]
+        for n in 0..comptime!(part.per_unit()) {
+            let i = part_row(n, part);
+            if comptime!(part.even()) || i < comptime!(part.rows) {
+                into[into_at + i * comptime!(part.stride) + part_column(n, part)] = ahead[n];
+            }
         }
     }
 }
@@ -489,12 +611,36 @@ pub(crate) fn load_state(
     #[comptime] part: Part,
 ) {
     let mut loaded = Array::<f32>::new(comptime!(part.per_unit()));
-    #[unroll]
-    for n in 0..comptime!(part.per_unit()) {
-        let r = part_row(n, part);
-        let c = first_row + r;
-        let j = first_column + part_column(n, part);
-        loaded[n] = load_or_zero(x, at + c * value + j, r < comptime!(part.rows) && c < key && j < value);
+    let apart = comptime!(part.rows_apart());
+    if comptime!(apart > 0) {
+        let c = first_row + part_row(0usize, part);
+        let j = first_column + part_column(0usize, part);
+        let step = value * apart;
+        let mut at = at + c * value + j;
+        clear_part(&mut loaded, part);
+        if j < value {
+            if first_row + comptime!(part.rows) <= key {
+                #[unroll]
+                for n in 0..comptime!(part.per_unit()) {
+                    loaded[n] = x.at(at);
+                    at += step;
+                }
+            } else {
+                #[unroll]
+                for n in 0..comptime!(part.per_unit()) {
+                    loaded[n] = load_or_zero(x, at, c + comptime!(n * part.rows_apart()) < key);
+                    at += step;
+                }
+            }
+        }
+    } else {
+        #[unroll]
+        for n in 0..comptime!(part.per_unit()) {
+            let r = part_row(n, part);
+            let c = first_row + r;
+            let j = first_column + part_column(n, part);
+            loaded[n] = load_or_zero(x, at + c * value + j, r < comptime!(part.rows) && c < key && j < value);
+        }
     }
     put(&loaded, into, into_at, part);
 }

@@ -1,14 +1,16 @@
-//! CUDA C++ to PTX with NVRTC, through a cache on disk.
+//! CUDA C++ to machine code with NVRTC, through a cache on disk.
 //!
 //! Compiling takes tenths of a second a kernel, and a program has hundreds. The key is a BLAKE3 hash of everything
 //! that decides the result: source, options, driver and compiler version. A cached file starts with the hash of its
 //! own contents, so a damaged one is compiled again and never loaded.
+//!
+//! What is cached is what the GPU runs (a cubin). PTX would be compiled by the driver once more in every process.
 
 use std::ffi::{CStr, CString};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use cudarc::nvrtc::result as nvrtc;
+use cudarc::nvrtc::{result as nvrtc, sys};
 
 use super::error::Error;
 
@@ -69,13 +71,13 @@ pub struct Cache {
 }
 
 impl Cache {
-    /// `$DORMOUSE_CACHE`, else `$XDG_CACHE_HOME/dormouse`, else `~/.cache/dormouse`; the kernels are in `ptx` there.
+    /// `$DORMOUSE_CACHE`, else `$XDG_CACHE_HOME/dormouse`, else `~/.cache/dormouse`; the kernels are in `cubin` there.
     pub fn of_user() -> Self {
         let set = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
         let folder = set("DORMOUSE_CACHE")
             .or_else(|| set("XDG_CACHE_HOME").map(|home| home.join("dormouse")))
             .or_else(|| set("HOME").map(|home| home.join(".cache/dormouse")));
-        Self { folder: folder.map(|folder| folder.join("ptx")) }
+        Self { folder: folder.map(|folder| folder.join("cubin")) }
     }
 
     /// A cache in `folder`.
@@ -83,48 +85,48 @@ impl Cache {
         Self { folder: Some(folder.to_owned()) }
     }
 
-    /// The text stored under `key`, if it is there and whole.
-    pub fn load(&self, key: &str) -> Option<String> {
-        let stored = std::fs::read_to_string(self.folder.as_ref()?.join(key)).ok()?;
-        let (hash, text) = stored.split_once('\n')?;
-        (blake3::hash(text.as_bytes()).to_hex().as_str() == hash).then(|| text.to_owned())
+    /// What is stored under `key`, if it is there and whole.
+    pub fn load(&self, key: &str) -> Option<Vec<u8>> {
+        let mut stored = std::fs::read(self.folder.as_ref()?.join(key)).ok()?;
+        let code = (stored.len() >= blake3::OUT_LEN).then(|| stored.split_off(blake3::OUT_LEN))?;
+        (blake3::hash(&code).as_bytes() == stored.as_slice()).then_some(code)
     }
 
-    /// Stores a text under `key`. A cache that cannot be written costs time and nothing else, so errors are dropped.
-    pub fn store(&self, key: &str, text: &str) {
+    /// Stores code under `key`. A cache that cannot be written costs time and nothing else, so errors are dropped.
+    pub fn store(&self, key: &str, code: &[u8]) {
         let Some(folder) = &self.folder else { return };
         let write = || -> std::io::Result<()> {
             std::fs::create_dir_all(folder)?;
             // Written aside and renamed, so that another process never reads half a file.
             let aside = folder.join(format!("{key}.{}", std::process::id()));
             let mut file = std::fs::File::create(&aside)?;
-            writeln!(file, "{}", blake3::hash(text.as_bytes()).to_hex())?;
-            file.write_all(text.as_bytes())?;
+            file.write_all(blake3::hash(code).as_bytes())?;
+            file.write_all(code)?;
             std::fs::rename(&aside, folder.join(key))
         };
         let _ = write();
     }
 }
 
-/// Compiles a source to PTX, or takes it from the cache; true if the compiler ran.
-pub fn ptx(kernel: &str, source: &str, target: &Target, cache: &Cache) -> Result<(CString, bool), Error> {
+/// Compiles a source to machine code, or takes it from the cache; true if the compiler ran.
+pub fn code(kernel: &str, source: &str, target: &Target, cache: &Cache) -> Result<(Vec<u8>, bool), Error> {
     let key = target.key(source);
-    if let Some(text) = cache.load(&key).and_then(|text| CString::new(text).ok()) {
-        return Ok((text, false));
+    if let Some(code) = cache.load(&key) {
+        return Ok((code, false));
     }
-    let ptx = compile(kernel, source, &target.options)?;
-    cache.store(&key, &ptx.to_string_lossy());
-    Ok((ptx, true))
+    let code = compile(kernel, source, &target.options)?;
+    cache.store(&key, &code);
+    Ok((code, true))
 }
 
-fn compile(kernel: &str, source: &str, options: &[String]) -> Result<CString, Error> {
+fn compile(kernel: &str, source: &str, options: &[String]) -> Result<Vec<u8>, Error> {
     let fault = |log: String| Error::Compile { kernel: kernel.to_owned(), log: log.into() };
     let source = CString::new(source).map_err(|_| fault("the source holds a zero byte".to_owned()))?;
     let program = nvrtc::create_program(&source, None).map_err(|e| fault(format!("nvrtcCreateProgram: {e:?}")))?;
     // SAFETY: `program` was created above and is destroyed once, below.
     let result = unsafe {
         match nvrtc::compile_program(program, options) {
-            Ok(()) => nvrtc::get_ptx(program).map_err(|e| fault(format!("nvrtcGetPTX: {e:?}"))),
+            Ok(()) => cubin(program).map_err(|e| fault(format!("nvrtcGetCUBIN: {e:?}"))),
             Err(error) => Err(fault(match nvrtc::get_program_log(program) {
                 Ok(log) => bytes_to_string(&log).to_string_lossy().into_owned(),
                 Err(_) => format!("{error:?} and no log; options {options:?}"),
@@ -133,7 +135,22 @@ fn compile(kernel: &str, source: &str, options: &[String]) -> Result<CString, Er
     };
     // SAFETY: as above; a failure to destroy leaks a little memory and changes nothing.
     let _ = unsafe { nvrtc::destroy_program(program) };
-    result.map(|ptx| bytes_to_string(&ptx))
+    result
+}
+
+/// The machine code of a compiled program. There is some for a real architecture such as `sm_90` only.
+///
+/// # Safety
+/// `program` is one that has been compiled and not destroyed.
+unsafe fn cubin(program: sys::nvrtcProgram) -> Result<Vec<u8>, nvrtc::NvrtcError> {
+    let mut size = 0;
+    // SAFETY: the caller's; the library writes as many bytes as it said just before.
+    unsafe {
+        sys::nvrtcGetCUBINSize(program, &raw mut size).result()?;
+        let mut code = vec![0u8; size];
+        sys::nvrtcGetCUBIN(program, code.as_mut_ptr().cast()).result()?;
+        Ok(code)
+    }
 }
 
 /// The text before the first zero byte.
@@ -169,20 +186,22 @@ mod tests {
     #[test]
     fn a_stored_kernel_comes_back_and_a_damaged_one_does_not() {
         let folder = tempfile::tempdir().unwrap();
-        let cache = Cache::in_folder(&folder.path().join("ptx"));
+        let cache = Cache::in_folder(&folder.path().join("cubin"));
         assert_eq!(cache.load("key"), None);
-        cache.store("key", ".version 8.0\nbody");
-        assert_eq!(cache.load("key").as_deref(), Some(".version 8.0\nbody"));
-        let file = folder.path().join("ptx/key");
-        let text = std::fs::read_to_string(&file).unwrap();
-        std::fs::write(&file, &text[..text.len() - 1]).unwrap();
-        assert_eq!(cache.load("key"), None);
+        cache.store("key", b"\x7fELF\0\n");
+        assert_eq!(cache.load("key").as_deref(), Some(&b"\x7fELF\0\n"[..]));
+        let file = folder.path().join("cubin/key");
+        let stored = std::fs::read(&file).unwrap();
+        for damaged in [&stored[..stored.len() - 1], &stored[..blake3::OUT_LEN - 1], &[]] {
+            std::fs::write(&file, damaged).unwrap();
+            assert_eq!(cache.load("key"), None);
+        }
     }
 
     #[test]
     fn an_unwritable_cache_is_no_error() {
         let cache = Cache::in_folder(Path::new("/dev/null/nowhere"));
-        cache.store("key", "text");
+        cache.store("key", b"code");
         assert_eq!(cache.load("key"), None);
     }
 }

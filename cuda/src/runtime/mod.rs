@@ -30,6 +30,7 @@ mod offline;
 mod panics;
 mod server;
 mod shared;
+mod source;
 mod staging;
 
 pub use branches::Dependencies;
@@ -161,7 +162,7 @@ impl CubeDevice for CudaDevice {
 }
 
 impl cubecl::Runtime for Cuda {
-    type Compiler = server::Compiler;
+    type Compiler = source::Compiler;
     type Server = Server;
     type Device = CudaDevice;
 

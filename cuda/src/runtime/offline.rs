@@ -1,4 +1,4 @@
-//! [`Offline`]: compiles every kernel that is launched to PTX, and runs none.
+//! [`Offline`]: compiles every kernel that is launched for a GPU that is not there, and runs none.
 //!
 //! A machine without a GPU can still tell whether every variant of every kernel gets through cubecl's CUDA compiler and
 //! NVRTC for sm_90, tensor core instructions included. Memory is addresses that nobody reads: uploads are dropped and
@@ -39,7 +39,8 @@ use cubecl_runtime::timestamp_profiler::TimestampProfiler;
 use super::compile::{self, Cache, Target};
 use super::error::Error;
 use super::gpu::{self, ALIGNMENT};
-use super::server::{Address, Compiler, short_name};
+use super::server::{Address, short_name};
+use super::source::{Compiler, source};
 use super::{
     Activity, Cuda, Dependencies, Engine, Hardware, MAX_CUBES, NoGraph, Written, gemm, library, no_graphs, panics,
 };
@@ -73,8 +74,8 @@ impl CubeDevice for OfflineDevice {
 pub struct Variant {
     /// The kernel's short name.
     pub kernel: String,
-    /// Bytes of PTX, or what the compiler said.
-    pub ptx: Result<usize, Error>,
+    /// Bytes of machine code, or what the compiler said.
+    pub bytes: Result<usize, Error>,
 }
 
 /// What the server's thread and its callers share: compilers at work, one on each core, and what they have given, in the
@@ -93,7 +94,7 @@ impl Jobs {
     fn wait(&mut self) {
         if let Some(job) = self.running.pop_front() {
             let died = || Error::Panic { message: "a compiler's thread panicked".to_owned() };
-            let variant = job.join().unwrap_or_else(|_| Variant { kernel: "unknown".to_owned(), ptx: Err(died()) });
+            let variant = job.join().unwrap_or_else(|_| Variant { kernel: "unknown".to_owned(), bytes: Err(died()) });
             self.done.push(variant);
         }
     }
@@ -217,12 +218,16 @@ impl OfflineServer {
             .map_err(|e| ServerError::Generic { reason: e.to_string(), backtrace: BackTrace::capture() })
     }
 
-    /// The CUDA C++ of a kernel.
+    /// The CUDA C++ of a kernel, written down twice: a text that comes out differently would be compiled anew in every
+    /// process.
     fn source(&self, name: &str, kernel: &dyn CubeTask<Compiler>, mode: ExecutionMode) -> Result<String, Error> {
-        let compiled = kernel
-            .compile(&mut Compiler::default(), &self.options, mode, kernel.address_type())
-            .map_err(|e| Error::Compile { kernel: name.to_owned(), log: e.to_string().into() })?;
-        Ok(compiled.source)
+        let write = || source(name, kernel, &self.options, mode).map(|source| source.text);
+        let (text, again) = (write()?, write()?);
+        if let Some((one, other)) = text.lines().zip(again.lines()).find(|(one, other)| one != other) {
+            let log = format!("written twice it is `{one}` and `{other}`; see runtime/source.rs");
+            return Err(Error::Compile { kernel: name.to_owned(), log: log.into() });
+        }
+        Ok(text)
     }
 }
 
@@ -279,8 +284,8 @@ impl ComputeServer for OfflineServer {
             let source = self.source(name, kernel.as_ref(), mode);
             let (target, cache) = (self.target.clone(), self.cache.clone());
             self.compiled.start(move || {
-                let ptx = source.and_then(|source| compile::ptx(name, &source, &target?, &cache));
-                Variant { kernel: name.to_owned(), ptx: ptx.map(|(text, _)| text.as_bytes().len()) }
+                let code = source.and_then(|source| compile::code(name, &source, &target?, &cache));
+                Variant { kernel: name.to_owned(), bytes: code.map(|(code, _)| code.len()) }
             });
         }
     }

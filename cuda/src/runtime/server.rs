@@ -22,8 +22,7 @@ use cubecl::server::{
     ServerCommunication, ServerError, ServerUtilities,
 };
 use cubecl::stream_id::StreamId;
-use cubecl_cpp::cuda::{CudaDialect, mma::CudaWmmaCompiler};
-use cubecl_cpp::shared::{CompilationOptions, CppCompiler};
+use cubecl_cpp::shared::CompilationOptions;
 use cubecl_runtime::allocator::ContiguousMemoryLayoutPolicy;
 use cubecl_runtime::compiler::CubeTask;
 use cubecl_runtime::id::KernelId;
@@ -41,9 +40,7 @@ use super::error::Error;
 use super::gpu::{self, ALIGNMENT, Gpu};
 use super::library::driver_error;
 use super::shared::Shared;
-
-/// cubecl's compiler from its own representation to CUDA C++.
-pub type Compiler = CppCompiler<CudaDialect<CudaWmmaCompiler>>;
+use super::source::{Compiler, Source, source};
 
 /// An address on the device.
 #[derive(Debug, Clone, Copy)]
@@ -188,29 +185,23 @@ impl Server {
         mode: ExecutionMode,
     ) -> Result<Function, Error> {
         let fault = |reason: String| Error::Launch { kernel: name.to_owned(), reason };
-        let compiled = kernel
-            .compile(&mut Compiler::default(), &self.options, mode, kernel.address_type())
-            .map_err(|e| Error::Compile { kernel: name.to_owned(), log: e.to_string().into() })?;
-        let shared_memory = compiled
-            .repr
-            .as_ref()
-            .ok_or_else(|| fault("cubecl compiled it to text only".to_owned()))?
-            .shared_memory_size() as u32;
+        let Source { text, entry, shared_memory, dim } = source(name, kernel, &self.options, mode)?;
         let gpu = self.shared.gpu.as_ref().map_err(Error::clone)?;
-        let (ptx, ran) = compile::ptx(name, &compiled.source, &gpu.target, &self.cache)?;
+        let shared_memory = shared_memory as u32;
+        let (code, ran) = compile::code(name, &text, &gpu.target, &self.cache)?;
         self.shared.compiled.fetch_add(u64::from(ran), Ordering::Relaxed);
-        let entry = CString::new(compiled.entrypoint_name).map_err(|e| fault(e.to_string()))?;
+        let entry = CString::new(entry).map_err(|e| fault(e.to_string()))?;
         let driver = |what: &'static str| move |e: DriverError| fault(format!("{what}: {}", driver_error(e)));
-        // SAFETY: `ptx` ends with a zero byte; the module is never unloaded, so the function stays valid.
+        // SAFETY: `code` is a whole image for this GPU; the module is never unloaded, so the function stays valid.
         let handle = unsafe {
-            let module = cu::module::load_data(ptx.as_ptr().cast::<c_void>()).map_err(driver("cuModuleLoadData"))?;
+            let module = cu::module::load_data(code.as_ptr().cast::<c_void>()).map_err(driver("cuModuleLoadData"))?;
             cu::module::get_function(module, entry).map_err(driver("cuModuleGetFunction"))?
         };
         let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         // SAFETY: sets a limit of a function that was just loaded.
         unsafe { cu::function::set_function_attribute(handle, attribute, shared_memory as i32) }
             .map_err(driver("cuFuncSetAttribute"))?;
-        Ok(Function { handle, shared_memory, dim: compiled.cube_dim })
+        Ok(Function { handle, shared_memory, dim })
     }
 
     /// The one place where a kernel is launched.
