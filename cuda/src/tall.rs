@@ -52,10 +52,15 @@ impl Blocks {
     }
 }
 
+/// The columns of a product that a unit has. It is compiled in: a kernel for both would take the registers of the wider.
+pub(crate) const fn columns(k: usize) -> usize {
+    if k <= NARROW { 4 } else { 6 }
+}
+
 /// How the rows of a matrix with k <= [`LARGEST_K`] are cut.
 pub(crate) fn blocks(n: usize, k: usize) -> Blocks {
-    let (rows, step) = if k <= NARROW { (ROWS, rows_of_tile(4)) } else { (ROWS_OF_WIDE, rows_of_tile(6)) };
-    Blocks::of(n, rows, step, MOST)
+    let rows = if k <= NARROW { ROWS } else { ROWS_OF_WIDE };
+    Blocks::of(n, rows, rows_of_tile(columns(k)), MOST)
 }
 
 /// Matrices of one shape that lie one behind another.
@@ -114,6 +119,11 @@ impl Layout {
             assert!(of.placed.len() <= ENTRIES, "a launch takes {ENTRIES} entries");
             of
         })
+    }
+
+    /// The columns of a product that a unit has in the kernels for these matrices, all of which have one kind of width.
+    pub fn columns(&self) -> usize {
+        columns(self.widest)
     }
 
     /// Cubes with one for every block.
@@ -302,17 +312,23 @@ pub(crate) fn load_rows(
     let side = comptime!(16 * columns);
     let units = comptime!(UNITS as usize);
     let me = UNIT_POS as usize;
-    // Four loads under way at a time: all of them would take the registers of the units that hide their latency.
-    for part in 0..comptime!(rows_of_tile(columns) * 4 * columns / UNITS as usize).runtime() {
+    // Some loads under way at a time, and nothing computed with the first before the last has begun: all of them would
+    // take the registers of the units that hide their latency.
+    let ahead = comptime!(if columns == 4 { 8 } else { 4 });
+    let mut loaded = Array::<f32>::new(ahead);
+    for part in 0..comptime!(rows_of_tile(columns) * side / ahead / UNITS as usize).runtime() {
         #[unroll]
-        for fourth in 0..4usize {
-            let at = (part * 4 + fourth) * units + me;
+        for n in 0..ahead {
+            let at = (part * ahead + n) * units + me;
             let (r, c) = (at / side, at % side);
-            let mut value = 0.0f32;
+            loaded[n] = 0.0f32;
             if top + r < end && c < k {
-                value = x.at(from + (top + r) * k + c) * factor;
+                loaded[n] = x.at(from + (top + r) * k + c);
             }
-            tile[at] = value;
+        }
+        #[unroll]
+        for n in 0..ahead {
+            tile[(part * ahead + n) * units + me] = loaded[n] * factor;
         }
     }
     sync_cube();
@@ -447,16 +463,10 @@ pub(crate) fn rows_in(top: usize, end: usize, #[comptime] most: usize) -> usize 
     rows
 }
 
-/// The share of X^T X that a block has, times `factor` squared, by the columns of a unit.
+/// The share of X^T X that the cube's block has, times `factor` squared, by the columns of a unit.
 #[cube]
-fn gram_of(
-    x: &Floats,
-    shares: &mut Floats,
-    tile: &mut SharedMemory<f32>,
-    block: &Block,
-    factor: f32,
-    #[comptime] columns: usize,
-) {
+pub(crate) fn gram(x: &Floats, shares: &mut Floats, block: &Block, factor: f32, #[comptime] columns: usize) {
+    let mut tile = SharedMemory::<f32>::new_aligned(comptime!(HELD), 16usize);
     let most = comptime!(rows_of_tile(columns));
     let mut sums = Array::<f32>::new(comptime!(columns * columns));
     #[unroll]
@@ -465,23 +475,12 @@ fn gram_of(
     }
     for step in 0..block.rows.div_ceil(most) {
         let top = block.first + step * most;
-        load_rows(x, tile, block.x, top, block.end, block.k, factor, columns);
-        add_share(tile, rows_in(top, block.end, most), &mut sums, shares, block, step == 0, columns);
+        load_rows(x, &mut tile, block.x, top, block.end, block.k, factor, columns);
+        add_share(&tile, rows_in(top, block.end, most), &mut sums, shares, block, step == 0, columns);
         // The next rows come into the same memory.
         sync_cube();
     }
     write_share(shares, block, &sums, columns);
-}
-
-/// The share of X^T X that the cube's block has, times `factor` squared.
-#[cube]
-pub(crate) fn gram(x: &Floats, shares: &mut Floats, block: &Block, factor: f32) {
-    let mut tile = SharedMemory::<f32>::new_aligned(comptime!(HELD), 16usize);
-    if block.k <= NARROW {
-        gram_of(x, shares, &mut tile, block, factor, 4usize);
-    } else {
-        gram_of(x, shares, &mut tile, block, factor, 6usize);
-    }
 }
 
 /// The rows of the matrix's k by k matrix in `squares` from row `from` on, as many as are held; zeros around it.

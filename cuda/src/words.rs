@@ -8,12 +8,20 @@ use crate::launch::Grid;
 use crate::runtime::Engine;
 use crate::tensor::{Tensor, Words};
 
-/// One unit sets one word.
+/// Units of a cube that fills, and words of a unit: starting a unit takes as long as setting some words.
+const UNITS: u32 = 256;
+const WORDS: usize = 8;
+
+/// A cube sets some words, neighbours next to each other.
 #[cube(launch_unchecked)]
 fn fill_kernel(out: &mut Words, bits: u32, len: u32) {
-    let i = ABSOLUTE_POS;
-    if i < len as usize {
-        out.set(i, bits);
+    let first = CUBE_POS * comptime!(WORDS * UNITS as usize) + UNIT_POS as usize;
+    #[unroll]
+    for n in 0..comptime!(WORDS) {
+        let i = first + comptime!(n * UNITS as usize);
+        if i < len as usize {
+            out.set(i, bits);
+        }
     }
 }
 
@@ -28,8 +36,9 @@ fn copy_kernel(from: &Words, into: &mut Words, len: u32) {
 
 /// Sets every element to the same bits.
 pub(crate) fn fill<R: Engine>(b: &Device<R>, out: &Tensor, bits: u32) -> Result<()> {
-    b.launch("fill", Grid::units(out.len()), out.bytes(), &[out], |client, count, dim| {
-        // SAFETY: units past `len` do nothing.
+    let grid = Grid::cubes(out.len().div_ceil(WORDS * UNITS as usize), UNITS);
+    b.launch("fill", grid, out.bytes(), &[out], |client, count, dim| {
+        // SAFETY: words from `len` on are not touched.
         unsafe { fill_kernel::launch_unchecked::<R>(client, count, dim, b.words(out), bits, out.len() as u32) }
     })
 }

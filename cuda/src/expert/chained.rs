@@ -11,10 +11,10 @@
 //! | `expert::pack` | pack | a of up, b of down | a s and b s, packed |
 //! | `expert::tokens` | chain | these and the packed V and U once a cube | b s of up `[N, E, R]`, parts of both ds |
 //! | `expert::du` | product | b s of up, `[D, E, R]` of U of up, plus | du |
-//! | `expert::p` | product | u, b s of up | dU of up, added |
+//! | `expert::p` | product | u, b s of up | dU of up, `[D, E, R]` |
 //! | `expert::hidden` | chain | the packed V and U, a s and b s once a cube | parts of dV of up and dU of down |
-//! | `expert::q` | product | dy, a s of down | dV of down, added |
-//! | `expert::dparams` | pack | the parts | dV of up, dU of down, both ds, added |
+//! | `expert::q` | product | dy, a s of down | parts of dV of down |
+//! | `expert::dparams` | pack | these and the parts | the gradients of both maps, added |
 //!
 //! Instead of 2 N F elements an expert forward and 5 N F backward in f32 these pass some rows of R. A cube of tokens reads
 //! all packed factors of its expert from L2, 0.5 MB forward at F 2048 and R 64 in bf16, and 0.75 MB backward; a cube of
@@ -26,13 +26,13 @@ use dormouse_reference::{Precision, Result};
 
 use super::chain::{self, Kind, Plan};
 use super::fused::batch;
-use super::pack::{Packed, Turned, finish, pack};
+use super::pack::{Packed, Parts, Turned, finish, pack};
 use super::{Backward, Call, STEM, Sizes, down, up};
 use crate::arm::Arm;
 use crate::device::Device;
 use crate::kda::tile::Math;
 use crate::launch::Grid;
-use crate::matmul::{Matrix, Plus, Product, matrix, product, stack};
+use crate::matmul::{Plus, Product, matrix, product, stack};
 use crate::runtime::Engine;
 use crate::tensor::{Floats, Tensor, Words};
 
@@ -41,6 +41,11 @@ const WIDEST: usize = 64;
 
 /// Parts that the tokens are cut into for the gradients of V and U, so that there are more cubes.
 const PARTS: usize = 4;
+
+/// Parts that the tokens are cut into for dV of down, where they are so many times some: one sum over all tokens for each
+/// of E times D R / 64^2 tiles would leave most of a GPU idle. dU of up is one product for all experts, which the library
+/// cuts as it wants.
+const PARTS_OF_DV: usize = 8;
 
 /// What forward keeps of the maps.
 pub(super) struct Saved {
@@ -178,23 +183,27 @@ pub(super) fn backward<R: Engine>(b: &Device<R>, call: &Backward<'_>, kept: &Sav
         precision,
     };
     product(b, Arm::Fused, &for_u)?;
-    let short = Matrix { tensor: &up_bs, row: terms, next: rank }.plain();
-    let out = stack(up_into.u, width, rank);
+    let p = b.float_scratch(&[width, experts, rank])?;
+    let short = matrix(&up_bs, terms).plain();
+    let all = [width, if mutant == 17 { rows.saturating_sub(1) } else { rows }, terms];
     let for_p = Product {
-        plus: Plus::Destination,
-        ..batch("expert::p", &sizes, [width, rows, rank], matrix(u, width).transposed(), short, out)
+        batch: 1,
+        ..batch("expert::p", &sizes, all, matrix(u, width).transposed(), short, matrix(&p, terms))
     };
     product(b, Arm::Fused, &for_p)?;
 
     let [dv_parts, du_parts] = through_hidden(b, call, kept, &short_rows)?;
-    let short = stack(&kept.down_as, rows, rank).plain();
-    let out = stack(down_into.v, width, rank);
+    let parts = if rows.is_multiple_of(PARTS_OF_DV) { PARTS_OF_DV } else { 1 };
+    let each = rows / parts;
+    let q_parts = b.float_scratch(&[experts, parts, width, rank])?;
+    let (grad, short) = (stack(dy, each, width).transposed(), stack(&kept.down_as, each, rank).plain());
     let for_q = Product {
-        plus: Plus::Destination,
-        ..batch("expert::q", &sizes, [width, rows, rank], grad.transposed(), short, out)
+        batch: experts * parts,
+        ..batch("expert::q", &sizes, [width, each, rank], grad, short, stack(&q_parts, width, rank))
     };
     product(b, Arm::Fused, &for_q)?;
-    finish(b, [&dv_parts, &du_parts, &ds_parts], [up_into.v, down_into.u, up_into.s, down_into.s])
+    let sums = Parts { dv: &dv_parts, du: &du_parts, p: &p, q: &q_parts, ds: &ds_parts };
+    finish(b, &sums, [&up_into, &down_into])
 }
 
 /// Launches a chain on so many cubes, which read and write their tensors once as far as memory is concerned; `call` gets

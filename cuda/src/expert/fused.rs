@@ -159,7 +159,7 @@ pub(super) fn backward<R: Engine>(b: &Device<R>, call: &Backward<'_>, saved: &Hi
     let for_p = Product {
         name: "expert::p",
         m: width,
-        k: rows,
+        k: if mutant == 17 { rows.saturating_sub(1) } else { rows },
         n: terms,
         a: matrix(u, width).transposed(),
         b: matrix(&both, terms).plain(),
@@ -182,6 +182,7 @@ fn side_q<R: Engine>(b: &Device<R>, sizes: &Sizes, dy: &Tensor, outer: usize, a:
     let q = b.float_scratch(&[experts, outer, rank])?;
     let grad = stack(dy, rows, outer).transposed();
     let short = stack(a, rows, rank).plain();
-    product(b, Arm::Fused, &batch("expert::q", sizes, [outer, rows, rank], grad, short, stack(&q, outer, rank)))?;
+    let terms = if b.mutant(STEM) == 18 { rows.saturating_sub(1) } else { rows };
+    product(b, Arm::Fused, &batch("expert::q", sizes, [outer, terms, rank], grad, short, stack(&q, outer, rank)))?;
     Ok(q)
 }

@@ -30,7 +30,8 @@ use crate::tensor::Tensor;
 
 const STEM: &str = "expert";
 
-/// Numbered from 1: the first seven in the kernels of [`factors`], then those here; 15 in [`factors::format`].
+/// Numbered from 1: the first seven in the kernels of [`factors`], then those here; 15 in [`factors::format`]. The last two
+/// leave the last token out of p or q, or the last part of q.
 pub(crate) const MUTANTS: &[Mutant] = &[
     Mutant::fused("forward-without-s"),
     Mutant::fused("dx-without-s"),
@@ -48,6 +49,8 @@ pub(crate) const MUTANTS: &[Mutant] = &[
     Mutant::fused("du-misses-last-expert"),
     Mutant::fused("ternary-share-dropped"),
     Mutant::fused("backward-with-masters"),
+    Mutant::fused("du-misses-tokens"),
+    Mutant::fused("dv-misses-tokens"),
 ];
 
 /// The fault of [`factors::format`] that a mutant is; `spectral` plants the others.

@@ -9,6 +9,7 @@ use dormouse_reference::{DType, Precision, Result, Tensors};
 
 use super::words::word;
 use crate::device::Device;
+use crate::factors::Factors;
 use crate::launch::Grid;
 use crate::runtime::Engine;
 use crate::tensor::{Floats, Tensor, Words};
@@ -188,46 +189,70 @@ pub(super) fn pack<R: Engine>(
     Ok(out)
 }
 
-/// dV += the parts of its sum, dU and both ds likewise. One unit, one element.
+/// The gradients of both maps += the parts of their sums. One unit, one element.
 ///
-/// Mutant 7 is null (a renamed local).
+/// Mutants: 7 is null (a renamed local), 18 leaves out the last part of dV of down.
 #[cube(launch_unchecked)]
 fn finish_kernel(
     dv_parts: &Floats,
     du_parts: &Floats,
+    p: &Floats,
+    q_parts: &Floats,
     ds_parts: &Floats,
-    dv: &mut Floats,
-    du: &mut Floats,
+    up_dv: &mut Floats,
+    down_du: &mut Floats,
+    up_du: &mut Floats,
+    down_dv: &mut Floats,
     up_ds: &mut Floats,
     down_ds: &mut Floats,
-    len: u32,
+    hidden: u32,
+    outer: u32,
+    experts: u32,
+    rank: u32,
     parts: u32,
-    columns: u32,
+    q_count: u32,
     tiles: u32,
     #[comptime] mutant: u32,
 ) {
-    let (len, columns) = (len as usize, columns as usize);
+    let (hidden, outer, rank) = (hidden as usize, outer as usize, rank as usize);
+    let columns = experts as usize * rank;
     let i = ABSOLUTE_POS;
-    if i < len {
-        let mut sum = 0.0f32;
+    let mut sum = 0.0f32;
+    if i < hidden {
         for part in 0..parts as usize {
-            sum += dv_parts.at(part * len + i);
+            sum += dv_parts.at(part * hidden + i);
         }
         if comptime!(mutant == 7) {
             let renamed = sum;
             sum = renamed;
         }
-        dv.set(i, dv.at(i) + sum);
-    } else if i < 2 * len {
-        let i = i - len;
-        let mut sum = 0.0f32;
+        up_dv.set(i, up_dv.at(i) + sum);
+    } else if i < 2 * hidden {
+        let i = i - hidden;
         for part in 0..parts as usize {
-            sum += du_parts.at(part * len + i);
+            sum += du_parts.at(part * hidden + i);
         }
-        du.set(i, du.at(i) + sum);
-    } else if i < 2 * len + 2 * columns {
-        let i = i - 2 * len;
-        let mut sum = 0.0f32;
+        down_du.set(i, down_du.at(i) + sum);
+    } else if i < 2 * hidden + outer {
+        let i = i - 2 * hidden;
+        // From [D, E, R] to [E, D, R].
+        let of_expert = outer / experts as usize;
+        let (e, row, r) = (i / of_expert, i % of_expert / rank, i % rank);
+        up_du.set(i, up_du.at(i) + p.at(row * columns + e * rank + r));
+    } else if i < 2 * hidden + 2 * outer {
+        let i = i - 2 * hidden - outer;
+        let of_expert = outer / experts as usize;
+        let from = i / of_expert * q_count as usize * of_expert + i % of_expert;
+        let mut last = q_count as usize;
+        if comptime!(mutant == 18) {
+            last -= 1;
+        }
+        for part in 0..last {
+            sum += q_parts.at(from + part * of_expert);
+        }
+        down_dv.set(i, down_dv.at(i) + sum);
+    } else if i < 2 * hidden + 2 * outer + 2 * columns {
+        let i = i - 2 * hidden - 2 * outer;
         for tile in 0..tiles as usize {
             sum += ds_parts.at(tile * 2 * columns + i);
         }
@@ -240,27 +265,40 @@ fn finish_kernel(
     }
 }
 
-/// Adds the parts of sums over tokens to the gradients: those of V of up and U of down `[parts, E, F, R]`, those of s of
-/// up and down `[tiles, 2, E, R]`.
-pub(super) fn finish<R: Engine>(
-    b: &Device<R>,
-    [dv_parts, du_parts, ds_parts]: [&Tensor; 3],
-    [dv, du, up_ds, down_ds]: [&Tensor; 4],
-) -> Result<()> {
-    let uses = [dv_parts, du_parts, ds_parts, dv, du, up_ds, down_ds];
-    let bytes = dv_parts.bytes() + du_parts.bytes() + ds_parts.bytes() + 2 * (dv.bytes() + du.bytes());
+/// Parts of sums over tokens.
+pub(super) struct Parts<'a> {
+    /// `[parts, E, F, R]`, of V of up and of U of down.
+    pub dv: &'a Tensor,
+    pub du: &'a Tensor,
+    /// `[D, E, R]`, U of up: one part, turned.
+    pub p: &'a Tensor,
+    /// `[E, parts, D, R]`, of V of down.
+    pub q: &'a Tensor,
+    /// `[tiles, 2, E, R]`, of s of up and of down.
+    pub ds: &'a Tensor,
+}
+
+/// Adds the parts to the gradients of up and down.
+pub(super) fn finish<R: Engine>(b: &Device<R>, of: &Parts<'_>, [up, down]: [&Factors<'_>; 2]) -> Result<()> {
+    let read = [of.dv, of.du, of.p, of.q, of.ds];
+    let into = [up.v, down.u, up.u, down.v, up.s, down.s];
+    let uses = [&read[..], &into[..]].concat();
+    let bytes = read.iter().map(|t| t.bytes()).sum::<u64>() + 2 * into.iter().map(|t| t.bytes()).sum::<u64>();
     let mutant = b.mutant(super::STEM);
-    let (len, columns) = (dv.len(), up_ds.len());
-    let grid = Grid::units(2 * len + 2 * columns);
+    let [experts, rank] = [up.s.shape()[0], up.s.shape()[1]];
+    let (hidden, outer, columns) = (up.v.len(), up.u.len(), up.s.len());
+    let grid = Grid::units(2 * hidden + 2 * outer + 2 * columns);
     b.launch("expert::dparams", grid, bytes, &uses, |client, count, dim| {
-        let [dv_parts_, du_parts, ds_parts_, dv_, du, up_ds, down_ds] = uses.map(|t| b.floats(t));
-        let [parts, tiles] = [dv_parts.len() / len, ds_parts.len() / (2 * columns)].map(|n| n as u32);
-        let (len, columns) = (len as u32, columns as u32);
+        let [dv, du, p, q, ds] = read.map(|t| b.floats(t));
+        let [up_dv, down_du, up_du, down_dv, up_ds, down_ds] = into.map(|t| b.floats(t));
+        let counts = [of.dv.len() / hidden, of.q.len() / outer, of.ds.len() / (2 * columns)];
+        let [parts, q_count, tiles] = counts.map(|n| n as u32);
+        let [hidden, outer, experts, rank] = [hidden, outer, experts, rank].map(|n| n as u32);
         // SAFETY: the parts are whole multiples of the gradients, which have the lengths that go along.
         unsafe {
             finish_kernel::launch_unchecked::<R>(
-                client, count, dim, dv_parts_, du_parts, ds_parts_, dv_, du, up_ds, down_ds, len, parts, columns,
-                tiles, mutant,
+                client, count, dim, dv, du, p, q, ds, up_dv, down_du, up_du, down_dv, up_ds, down_ds, hidden, outer,
+                experts, rank, parts, q_count, tiles, mutant,
             )
         }
     })

@@ -11,8 +11,8 @@
 //! | columns | X, the norms | sums of squares of the columns of a block, rows normalised |
 //! | write | G, M, W, X, norms and sums | M, W |
 //!
-//! Matrices of every shape with k <= [`tall::LARGEST_K`] go through together, up to [`ENTRIES`] entries of the table at a
-//! time: 11 launches for 8 iterations. Larger ones take 29 launches a shape. M is computed again in the end rather than
+//! Matrices of every shape with k <= [`tall::NARROW`] go through together, and so do wider ones with k <=
+//! [`tall::LARGEST_K`], up to [`ENTRIES`] entries of the table at a time: 11 launches for 8 iterations. Larger ones take 29 launches a shape. M is computed again in the end rather than
 //! kept, because a matrix without a gradient must keep its own and that is known only when all of it has been seen.
 //!
 //! Instead of max|M|, a block is divided by the power of two at or below its largest element: exact, and the blocks' sums
@@ -105,17 +105,18 @@ fn finish<R: Engine>(b: &Device<R>, call: &Call<'_>, of: &Stack, x: &Tensor) -> 
     write::launch(b, call, of, [x, &sums])
 }
 
-/// Classes that share their launches: as many as have [`ENTRIES`] entries together, or one by one each alone. Those with
-/// the widest matrices come first, since their cubes take longest.
+/// Classes that share their launches: as many as have [`ENTRIES`] entries together and one kind of width, or one by one
+/// each alone. Those with the widest matrices come first, since their cubes take longest.
 fn groups(batching: Batching, mut classes: Vec<Class>) -> Vec<Vec<Class>> {
     classes.sort_by_key(|class| std::cmp::Reverse(class.sides().0));
     let mut groups: Vec<Vec<Class>> = Vec::new();
     for class in classes {
         let entries = |group: &[Class]| group.iter().map(|class| class.entries.len()).sum::<usize>();
+        let columns = |class: &Class| tall::columns(class.sides().0);
+        let fits =
+            |group: &[Class]| entries(group) + class.entries.len() <= ENTRIES && columns(&group[0]) == columns(&class);
         match groups.last_mut() {
-            Some(group) if batching == Batching::Batched && entries(group) + class.entries.len() <= ENTRIES => {
-                group.push(class);
-            }
+            Some(group) if batching == Batching::Batched && fits(group) => group.push(class),
             _ => groups.push(vec![class]),
         }
     }

@@ -30,6 +30,7 @@ fn gather_kernel(
     keep: f32,
     take: f32,
     #[comptime] grams: bool,
+    #[comptime] columns: usize,
     #[comptime] mutant: u32,
 ) {
     let me = UNIT_POS as usize;
@@ -48,27 +49,30 @@ fn gather_kernel(
     let mut largest = 0.0f32;
     let mut any = 0.0f32;
     let elements = block.rows * block.k;
+    // Places in scratch; the largest number where there is no element.
+    let mut places_of_x = Array::<u32>::new(AHEAD);
     let mut gs = Array::<f32>::new(AHEAD);
-    let mut values = Array::<f32>::new(AHEAD);
+    let mut befores = Array::<f32>::new(AHEAD);
     for step in 0..elements.div_ceil(comptime!(AHEAD) * units) {
+        // Nothing is computed with the first that is read before the last is under way.
         #[unroll]
         for n in 0..comptime!(AHEAD) {
             let element = element_of(step * comptime!(AHEAD) + n, elements, &block, &place);
-            let mut g = 0.0f32;
-            let mut before = 0.0f32;
+            places_of_x[n] = comptime!(u32::MAX).runtime();
+            gs[n] = 0.0f32;
+            befores[n] = 0.0f32;
             if element.here {
-                g = grads.at(element.flat);
-                before = m.at(element.flat);
+                places_of_x[n] = (block.x + element.row * block.k + element.column) as u32;
+                gs[n] = grads.at(element.flat);
+                befores[n] = m.at(element.flat);
             }
-            gs[n] = g;
-            values[n] = keep * before + share * g;
         }
         #[unroll]
         for n in 0..comptime!(AHEAD) {
-            let element = element_of(step * comptime!(AHEAD) + n, elements, &block, &place);
-            if element.here {
-                x.set(block.x + element.row * block.k + element.column, values[n]);
-                largest = larger(largest, values[n].abs());
+            if places_of_x[n] != comptime!(u32::MAX) {
+                let value = keep * befores[n] + share * gs[n];
+                x.set(places_of_x[n] as usize, value);
+                largest = larger(largest, value.abs());
                 if is_something(gs[n]) {
                     any = 1.0f32;
                 }
@@ -96,7 +100,7 @@ fn gather_kernel(
         moved.set(CUBE_POS, any);
     }
     if comptime!(grams) {
-        tall::gram(x, shares, &block, inverse);
+        tall::gram(x, shares, &block, inverse, columns);
     }
 }
 
@@ -117,8 +121,23 @@ pub(super) fn launch<R: Engine>(
         // SAFETY: entries lie inside the buffers; cubes behind the last block have no rows.
         unsafe {
             gather_kernel::launch_unchecked::<R>(
-                client, cubes, dim, grads, m, x, scales, squares, moved, shares, table, places, call.keep, call.take,
-                grams, mutant,
+                client,
+                cubes,
+                dim,
+                grads,
+                m,
+                x,
+                scales,
+                squares,
+                moved,
+                shares,
+                table,
+                places,
+                call.keep,
+                call.take,
+                grams,
+                of.layout.columns(),
+                mutant,
             )
         }
     })

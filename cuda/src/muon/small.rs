@@ -1,5 +1,5 @@
 //! The iteration for k <= [`tall::LARGEST_K`]: two launches for [`TOGETHER`] iterations, for matrices of all shapes
-//! together.
+//! with one kind of width together.
 //!
 //! | launch | reads | writes |
 //! |---|---|---|
@@ -27,7 +27,7 @@ use crate::device::Device;
 use crate::launch::Grid;
 use crate::runtime::Engine;
 use crate::scale::inverse_of;
-use crate::tall::{self, Block, HELD, NARROW, Table, UNITS, Whole, block_of, whole_of};
+use crate::tall::{self, Block, HELD, Table, UNITS, Whole, block_of, whole_of};
 use crate::tensor::{Floats, Tensor};
 
 /// Iterations between two passes over X.
@@ -219,19 +219,14 @@ fn polynomial_kernel(
     table: Table,
     first: u32,
     count: u32,
+    #[comptime] columns: usize,
     #[comptime] mutant: u32,
 ) {
     let first = first == 1u32;
     let whole = whole_of(&table);
     let mut of_a = SharedMemory::<f32>::new_aligned(comptime!(SLAB), 16usize);
     let mut of_b = SharedMemory::<f32>::new_aligned(comptime!(SLAB), 16usize);
-    if whole.k <= NARROW {
-        let wide = 4usize;
-        polynomials_of(scales, squares, shares, out, &mut of_a, &mut of_b, &whole, first, count, wide, mutant);
-    } else {
-        let wide = 6usize;
-        polynomials_of(scales, squares, shares, out, &mut of_a, &mut of_b, &whole, first, count, wide, mutant);
-    }
+    polynomials_of(scales, squares, shares, out, &mut of_a, &mut of_b, &whole, first, count, columns, mutant);
 }
 
 /// A step on the cube's block of rows.
@@ -299,6 +294,7 @@ fn step_kernel(
     table: Table,
     first: u32,
     #[comptime] last: bool,
+    #[comptime] columns: usize,
 ) {
     let block = block_of(&table, tall::NO_FAULT);
     let mut tile = SharedMemory::<f32>::new_aligned(comptime!(HELD), 16usize);
@@ -307,11 +303,7 @@ fn step_kernel(
     if first == 1u32 && block.here {
         factor = inverse_of(scale_of(block.cubes, block.blocks, scales));
     }
-    if block.k <= NARROW {
-        step_of(polynomials, x, shares, norms, &mut tile, &mut slab, &block, factor, last, 4usize);
-    } else {
-        step_of(polynomials, x, shares, norms, &mut tile, &mut slab, &block, factor, last, 6usize);
-    }
+    step_of(polynomials, x, shares, norms, &mut tile, &mut slab, &block, factor, last, columns);
 }
 
 /// Room for the blocks' shares of A.
@@ -322,6 +314,7 @@ pub(super) fn shares<R: Engine>(b: &Device<R>, of: &Stack) -> Result<Tensor> {
 /// Iterates on X in place, from the first shares of A; writes the norms of its rows.
 pub(super) fn iterate<R: Engine>(b: &Device<R>, of: &Stack, shares: &Tensor, iterations: usize) -> Result<()> {
     let polynomials = b.float_scratch(&[of.layout.matrices, of.layout.widest, of.layout.widest])?;
+    let columns = of.layout.columns();
     let mut done = 0;
     while done < iterations {
         let (first, count) = (done == 0, TOGETHER.min(iterations - done));
@@ -346,6 +339,7 @@ pub(super) fn iterate<R: Engine>(b: &Device<R>, of: &Stack, shares: &Tensor, ite
                     of.layout.table(),
                     u32::from(first),
                     count as u32,
+                    columns,
                     mutant,
                 )
             }
@@ -369,6 +363,7 @@ pub(super) fn iterate<R: Engine>(b: &Device<R>, of: &Stack, shares: &Tensor, ite
                     of.layout.table(),
                     u32::from(first),
                     last,
+                    columns,
                 )
             }
         })?;

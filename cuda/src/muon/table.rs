@@ -123,7 +123,7 @@ pub(super) fn place_of(block: &Block, table: &Table, places: &Places, #[comptime
 }
 
 /// Elements that a unit reads before it writes the first.
-pub(super) const AHEAD: usize = 4;
+pub(super) const AHEAD: usize = 8;
 
 /// An element of a block, and where it lies in the flat buffers.
 #[derive(CubeType, Clone, Copy)]

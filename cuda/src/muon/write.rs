@@ -41,14 +41,25 @@ fn columns_kernel(x: &Floats, norms: &Floats, sums: &mut Floats, table: Table, #
     let block = block_of(&table, tall::NO_FAULT);
     let mut shared = SharedMemory::<f32>::new(comptime!(UNITS as usize));
     let mean = mean_of(norms, &block, &mut shared);
+    let mut values = Array::<f32>::new(AHEAD);
+    let mut of_rows = Array::<f32>::new(AHEAD);
     for tile in 0..block.k.div_ceil(wide) {
         let column = tile * wide + me % wide;
         let mut sum = 0.0f32;
-        for step in 0..block.rows.div_ceil(lanes) {
-            let row = block.first + step * lanes + me / wide;
-            if row < block.end && column < block.k {
-                let divisor = divisor_of(norms.at(block.norms + row), mean, mutant);
-                let value = x.at(block.x + row * block.k + column) / divisor;
+        for step in 0..block.rows.div_ceil(comptime!(AHEAD) * lanes) {
+            #[unroll]
+            for n in 0..comptime!(AHEAD) {
+                let row = block.first + (step * comptime!(AHEAD) + n) * lanes + me / wide;
+                values[n] = 0.0f32;
+                of_rows[n] = 1.0f32;
+                if row < block.end && column < block.k {
+                    values[n] = x.at(block.x + row * block.k + column);
+                    of_rows[n] = norms.at(block.norms + row);
+                }
+            }
+            #[unroll]
+            for n in 0..comptime!(AHEAD) {
+                let value = values[n] / divisor_of(of_rows[n], mean, mutant);
                 sum += value * value;
             }
         }
@@ -146,36 +157,47 @@ fn write_kernel(
             decay = 0.0f32;
         }
         let elements = block.rows * k;
-        let mut momenta = Array::<f32>::new(AHEAD);
+        // Places in the flat buffers; the largest number where there is no element.
+        let mut flats = Array::<u32>::new(AHEAD);
+        let mut values = Array::<f32>::new(AHEAD);
+        let mut of_rows = Array::<f32>::new(AHEAD);
+        let mut of_columns = Array::<f32>::new(AHEAD);
+        let mut befores = Array::<f32>::new(AHEAD);
+        let mut gs = Array::<f32>::new(AHEAD);
         let mut weights = Array::<f32>::new(AHEAD);
         for step in 0..elements.div_ceil(comptime!(AHEAD) * units) {
+            // Nothing is computed with the first that is read before the last is under way.
             #[unroll]
             for n in 0..comptime!(AHEAD) {
                 let element = element_of(step * comptime!(AHEAD) + n, elements, &block, &place);
-                let mut momentum = 0.0f32;
-                let mut weight = 0.0f32;
+                flats[n] = comptime!(u32::MAX).runtime();
                 if element.here {
-                    let mut value = x.at(block.x + element.row * k + element.column);
+                    flats[n] = element.flat as u32;
+                    values[n] = x.at(block.x + element.row * k + element.column);
                     if comptime!(plus) {
-                        let mut divisor = divisor_of(norms.at(block.norms + element.row), row_mean, mutant);
-                        if comptime!(mutant == 9) {
-                            divisor = 1.0f32;
-                        }
-                        value = value / divisor / divisors.at(own + element.column);
+                        of_rows[n] = norms.at(block.norms + element.row);
+                        of_columns[n] = divisors.at(own + element.column);
                     }
-                    momentum = keep * m.at(element.flat) + take * grads.at(element.flat);
-                    let w = params.at(element.flat);
-                    weight = w - decay * w - step_size * value;
+                    befores[n] = m.at(element.flat);
+                    gs[n] = grads.at(element.flat);
+                    weights[n] = params.at(element.flat);
                 }
-                momenta[n] = momentum;
-                weights[n] = weight;
             }
             #[unroll]
             for n in 0..comptime!(AHEAD) {
-                let element = element_of(step * comptime!(AHEAD) + n, elements, &block, &place);
-                if element.here {
-                    m.set(element.flat, momenta[n]);
-                    params.set(element.flat, weights[n]);
+                if flats[n] != comptime!(u32::MAX) {
+                    let mut value = values[n];
+                    if comptime!(plus) {
+                        let mut divisor = divisor_of(of_rows[n], row_mean, mutant);
+                        if comptime!(mutant == 9) {
+                            divisor = 1.0f32;
+                        }
+                        value = value / divisor / of_columns[n];
+                    }
+                    let flat = flats[n] as usize;
+                    m.set(flat, keep * befores[n] + take * gs[n]);
+                    let w = weights[n];
+                    params.set(flat, w - decay * w - step_size * value);
                 }
             }
         }

@@ -55,7 +55,7 @@ fn gram_kernel(x: &Floats, shares: &mut Floats, scales: &mut Floats, table: Tabl
     if block.here && UNIT_POS == 0 {
         scales.set(CUBE_POS, scale);
     }
-    tall::gram(x, shares, &block, inverse_of(scale));
+    tall::gram(x, shares, &block, inverse_of(scale), 4usize);
 }
 
 /// X <- coefficient X M for a block of rows, in place. The first cube also writes the largest spread of every factor, a
