@@ -85,7 +85,10 @@ fn the_objective_can_be_left_behind_and_not_be_taken_up_in_the_middle_of_a_run()
     place.run(&["train", "--resume", "runs/a"]).expect(0, &[]);
     let on = ["train", "--resume", "runs/a", "--set", "jepa.mode=shared", "--allow-change", "jepa.mode"];
     let refused = place.run(&on);
-    refused.expect(2, &["`jepa.mode` needs tensor `jepa.mask`, which the checkpoint does not have", "start a new run"]);
+    refused.expect(
+        2,
+        &["`jepa.mode` needs tensor `jepa.predictor`, which the checkpoint does not have", "start a new run"],
+    );
 }
 
 fn names(folder: &std::path::Path) -> Vec<String> {

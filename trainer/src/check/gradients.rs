@@ -26,8 +26,8 @@ const BEHIND_THE_RECURRENCE: [&str; 11] = [
     "kda.conv_q",
     "kda.conv_k",
     "kda.conv_v",
-    "kda.a_log",
     "kda.dt_bias",
+    "kda.a_log",
 ];
 
 /// Initial weights moved off their symmetric start (zero iteration embedding, unit gains), where some gradients vanish.

@@ -285,7 +285,7 @@ fn what_a_checkpoint_has_no_tensors_for_is_refused_without_a_flag_that_cannot_he
             "model.engram=device",
             "`model.engram` needs tensor `engram.key`, which the checkpoint does not have",
         ),
-        (&[], "jepa.mode=shared", "`jepa.mode` needs tensor `jepa.mask`, which the checkpoint does not have"),
+        (&[], "jepa.mode=shared", "`jepa.mode` needs tensor `jepa.predictor`, which the checkpoint does not have"),
         (&["model.engram=host"], "model.engram=off", "`model.engram` has no place for tensor `engram.key` of the"),
         (
             &["model.engram=host", "model.engram_rows=512"],

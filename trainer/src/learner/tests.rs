@@ -124,8 +124,8 @@ fn a_detached_recurrence_kills_exactly_the_gradients_behind_it() {
         "kda.conv_q",
         "kda.conv_k",
         "kda.conv_v",
-        "kda.a_log",
         "kda.dt_bias",
+        "kda.a_log",
     ];
     assert_eq!(dead, behind);
 }
@@ -362,6 +362,30 @@ fn import_refuses_what_does_not_fit_and_stays_unchanged() {
     assert_eq!(unknown, "checkpoint: tensor `bias` is none of this model's");
     let moment = refuse(&mut learner, &|s| drop(s.optimizer.remove("v.head.u")));
     assert_eq!(moment, "checkpoint: tensor `v.head.u` is missing");
+}
+
+/// A checkpoint knows names and no places: one of another order of the buffer has every value where its name says.
+#[test]
+fn a_checkpoint_is_read_by_name_wherever_its_tensors_lie() {
+    let config = tiny(2, 16);
+    let mut learner = learner::<f32>(&config);
+    let mut state = learner.export().expect("it exports");
+    let params = learner.model.table.params.clone();
+    for param in &params {
+        let values = param.initial(5).into_iter().map(|x| x as f32).collect();
+        state.weights.insert(param.name.to_owned(), Tensor::f32(&param.shape, values));
+        let stream = param.stream as f32;
+        state.optimizer.insert(format!("m.{}", param.name), Tensor::f32(&param.shape, vec![stream; param.len()]));
+    }
+    learner.import(&state).expect("it imports");
+    let (weights, m) = (learner.flat(&learner.model.params), learner.flat(&learner.m));
+    let (weights, m) = (weights.expect("weights"), m.expect("moments"));
+    for param in &params {
+        let want = param.initial(5).into_iter().map(|x| f64::from(x as f32));
+        assert!(weights[param.range()].iter().copied().eq(want), "{}", param.name);
+        assert!(m[param.range()].iter().all(|&x| x == param.stream as f64), "{}", param.name);
+    }
+    assert_eq!(learner.export().expect("it exports"), state);
 }
 
 #[test]

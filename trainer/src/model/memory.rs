@@ -44,8 +44,8 @@ impl<T> Clone for Memory<'_, T> {
 }
 
 impl Table {
-    /// The memory's parameters. They come last, so that a model without them keeps the layout and the initial values it
-    /// had; and of them the table, so that its length moves no other parameter.
+    /// The memory's parameters. They are added last, so that a model without them keeps the initial values it had; the
+    /// table is placed last, so that its length moves no other parameter.
     pub(super) fn add_memory(&mut self, m: &ModelConfig) {
         let orders = engram_hash::ORDERS.len();
         let inputs = orders * m.engram_width;

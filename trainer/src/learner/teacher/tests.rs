@@ -249,7 +249,8 @@ fn the_cross_entropy_of_a_pass_of_its_own_is_that_of_a_run_without_the_objective
 #[test]
 fn without_a_masked_position_there_are_no_terms_and_the_gradient_is_that_without_the_objective() {
     let off = tiny(JepaMode::Off, 2, 19);
-    let (want, ce) = learner::<f32>(&off).gradient(&letters(&off, 0)).expect("a gradient");
+    let without = learner::<f32>(&off);
+    let (want, ce) = without.gradient(&letters(&off, 0)).expect("a gradient");
     for mode in MODES {
         let config = tiny(mode, 2, 19);
         let learner = learner::<f32>(&config);
@@ -257,9 +258,13 @@ fn without_a_masked_position_there_are_no_terms_and_the_gradient_is_that_without
         let (got, losses) = learner.gradient(&nothing).expect("a gradient");
         let (_, got_ce, aux) = combined(&learner, &losses);
         assert_eq!((got_ce, aux), (ce.clone(), Aux { jepa: None, koleo: None }), "{mode:?}");
-        assert!(got[want.len()..].iter().all(|&g| g == 0.0), "{mode:?}");
-        if mode == JepaMode::Shared {
-            assert_eq!(got[..want.len()], want);
+        for param in &learner.model.table.params {
+            let got = &got[param.range()];
+            match without.model.table.params.iter().find(|of| of.name == param.name) {
+                None => assert!(got.iter().all(|&g| g == 0.0), "{mode:?}: {}", param.name),
+                Some(_) if mode == JepaMode::Separate => {}
+                Some(of) => assert_eq!(*got, want[of.range()], "{}", param.name),
+            }
         }
     }
 }
@@ -416,8 +421,9 @@ fn parts_of_a_batch_add_up_to_the_whole_but_for_koleo() {
             assert!(equal(aux[0], parts_aux[0]), "{mode:?}, {parts} parts: {} {}", aux[0], parts_aux[0]);
             let worst = sum.iter().zip(&whole).map(|(x, y)| (x - y).abs()).fold(0.0, f64::max);
             assert!(worst <= 1e-13 * size, "{mode:?}, {parts} parts: {worst:e} of {size:e}");
-            // Neighbours in other parts are out of sight, so the nearest are farther off and the term is smaller.
-            assert!(parts_aux[1] < aux[1], "{} and {}", parts_aux[1], aux[1]);
+            // Neighbours in other parts are out of sight, so the nearest are as far off or farther and the term is smaller.
+            let (nearer, seen) = (parts_aux[1], aux[1]);
+            assert!(nearer < seen || (parts < 8 && equal(nearer, seen)), "{parts} parts: {nearer} and {seen}");
         }
         assert_ne!(gradients(2, true).0, gradients(1, true).0);
     }
