@@ -506,6 +506,10 @@ impl<R: Engine> Tensors for Device<R> {
         self.send(values, into)
     }
 
+    fn upload_f32(&self, values: ArrayViewD<'_, f32>, into: &Tensor) -> Result<()> {
+        self.send_f32(values, into)
+    }
+
     fn download(&self, tensor: &Tensor) -> Result<ArrayD<f64>> {
         self.fetch(tensor)
     }

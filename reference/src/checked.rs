@@ -77,6 +77,9 @@ impl<B: Tensors> Tensors for Checked<B> {
     fn upload(&self, values: ArrayViewD<'_, f64>, into: &Self::Tensor) -> Result<()> {
         self.0.upload(values, into)
     }
+    fn upload_f32(&self, values: ArrayViewD<'_, f32>, into: &Self::Tensor) -> Result<()> {
+        self.0.upload_f32(values, into)
+    }
     fn download(&self, tensor: &Self::Tensor) -> Result<ArrayD<f64>> {
         self.0.download(tensor)
     }

@@ -568,6 +568,13 @@ mod tests {
             assert!(matches!(b.upload(array![bad].into_dyn().view(), &ids), Err(Error::Value { .. })));
         }
         assert!(matches!(b.upload(host.view().into_dyn(), &ids), Err(Error::Shape { .. })));
+        // The same of f32, with what only f32 has: every number is one of f64.
+        let single = b.persistent(&[2, 2], DType::F64).unwrap();
+        let odd = array![[0.1f32, -0.0], [f32::MIN_POSITIVE / 2.0, f32::NEG_INFINITY]];
+        b.upload_f32(odd.t().into_dyn(), &single).unwrap();
+        let got = b.download(&single).unwrap();
+        assert!(got.iter().zip(odd.t()).all(|(x, y)| x.to_bits() == f64::from(*y).to_bits()), "{got}");
+        assert!(matches!(b.upload_f32(odd.view().into_dyn(), &ids), Err(Error::Shape { .. })));
     }
 
     #[test]

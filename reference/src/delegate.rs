@@ -93,6 +93,10 @@ macro_rules! delegate_backend {
                 $tensors!(self, d => $crate::Tensors::upload(d, values, into))
             }
 
+            fn upload_f32(&self, values: $crate::ndarray::ArrayViewD<'_, f32>, into: &$tensor) -> $crate::Result<()> {
+                $tensors!(self, d => $crate::Tensors::upload_f32(d, values, into))
+            }
+
             fn download(&self, tensor: &$tensor) -> $crate::Result<$crate::ndarray::ArrayD<f64>> {
                 $tensors!(self, d => $crate::Tensors::download(d, tensor))
             }

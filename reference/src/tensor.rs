@@ -117,6 +117,12 @@ pub trait Tensors {
     /// Copies host values, rounded to the tensor's type. Any strides on the host side. Not inside a step.
     fn upload(&self, values: ArrayViewD<'_, f64>, into: &Self::Tensor) -> Result<()>;
 
+    /// [`upload`](Tensors::upload) of values that are f32 and new before every step: a device may keep memory of the host
+    /// for them, so as to wait for no step that is under way. Not inside a step.
+    fn upload_f32(&self, values: ArrayViewD<'_, f32>, into: &Self::Tensor) -> Result<()> {
+        self.upload(values.mapv(f64::from).view(), into)
+    }
+
     /// Copies the values to the host. Not inside a step.
     fn download(&self, tensor: &Self::Tensor) -> Result<ArrayD<f64>>;
 

@@ -220,7 +220,8 @@ pub struct TrainArgs {
     /// Name of the new run's folder [default: preset, date and a hash].
     #[arg(long, help_heading = "Run")]
     pub name: Option<String>,
-    /// Go on with this run folder, or with the newest one (auto).
+    /// Go on with this run folder; `auto` takes the one in --runs that was started or resumed last and has a checkpoint, and
+    /// starts a new run where there is none.
     #[arg(long, value_name = "RUN|auto", help_heading = "Run")]
     pub resume: Option<PathBuf>,
     /// Key whose change may alter what a resumed run computes; may be repeated.

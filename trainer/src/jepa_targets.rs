@@ -21,7 +21,10 @@
 //! the payload (4), and the payload, `width` numbers for each masked position in order. All numbers are little-endian, all
 //! latents f32. A step is found by reading on; going back starts over.
 
+mod ahead;
 pub mod command;
+
+pub use ahead::Ahead;
 
 use std::fs::File;
 use std::io::{BufReader, BufWriter, ErrorKind, Read, Seek, SeekFrom, Write};
@@ -140,6 +143,18 @@ pub struct Header {
 impl Header {
     fn positions(&self) -> usize {
         self.rows as usize * self.len as usize
+    }
+
+    fn require_step(&self, step: u64, path: &Path) -> Result<()> {
+        let (first, steps) = (self.first_step, self.steps);
+        if step >= first && step - first < steps {
+            return Ok(());
+        }
+        let held = match steps {
+            0 => "no step".to_owned(),
+            _ => format!("steps {first} to {}", first.saturating_add(steps - 1)),
+        };
+        Err(TargetsError::NoStep { path: path.to_owned(), step, held })
     }
 
     /// The bytes of the header for a file of `bytes` bytes.
@@ -407,15 +422,7 @@ impl Reader {
     }
 
     fn require_step(&self, step: u64) -> Result<()> {
-        let Header { first_step: first, steps, .. } = self.header;
-        if step >= first && step - first < steps {
-            return Ok(());
-        }
-        let held = match steps {
-            0 => "no step".to_owned(),
-            _ => format!("steps {first} to {}", first.saturating_add(steps - 1)),
-        };
-        Err(TargetsError::NoStep { path: self.path.clone(), step, held })
+        self.header.require_step(step, &self.path)
     }
 
     /// Refuses a file that was made of other data than `data`, or that does not hold step `next`.
@@ -445,10 +452,19 @@ impl Reader {
         check_length("mask", mask.len(), positions)?;
         check_length("into", into.len(), positions * width)?;
         self.require_step(step)?;
+        let record = self.record(step)?;
+        record.check(mask, &self.path)?;
+        into.fill(0.0);
+        record.spread(mask, width, into);
+        Ok(())
+    }
+
+    /// The record of step `step`, which the file has, held against its own checksum.
+    fn record(&mut self, step: u64) -> Result<Record> {
         if step < self.next {
             self.rewind()?;
         }
-        let found = self.read_on(step, mask, into);
+        let found = self.read_on(step);
         if found.is_err() {
             // Whatever the file's position is now, the next reader starts from a known one.
             self.rewind()?;
@@ -462,7 +478,7 @@ impl Reader {
         self.file.seek(start).map(|_| ()).map_err(|cause| io("read", &self.path, cause))
     }
 
-    fn read_on(&mut self, step: u64, mask: &[bool], into: &mut [f32]) -> Result<()> {
+    fn read_on(&mut self, step: u64) -> Result<Record> {
         let width = self.header.width as usize;
         loop {
             let at = self.next;
@@ -488,16 +504,8 @@ impl Reader {
                 let place = format!("step {at}");
                 return Err(TargetsError::Damaged { path: self.path.clone(), place, got, expected });
             }
-            if mask_checksum(mask) != of_mask || mask.iter().filter(|masked| **masked).count() != masked {
-                return Err(TargetsError::Mask { path: self.path.clone(), step });
-            }
-            into.fill(0.0);
-            let mut values = payload.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes));
-            let rows = into.chunks_mut(width.max(1)).zip(mask).filter(|(_, masked)| **masked);
-            for x in rows.flat_map(|(row, _)| row) {
-                *x = values.next().expect("the payload was counted");
-            }
-            return Ok(());
+            let latents = payload.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect();
+            return Ok(Record { step, masked, of_mask, latents });
         }
     }
 
@@ -512,6 +520,37 @@ impl Reader {
             },
             _ => io("read", &self.path, cause),
         })
+    }
+}
+
+/// What the file has of one step.
+#[derive(Debug)]
+struct Record {
+    step: u64,
+    /// Masked positions.
+    masked: usize,
+    /// CRC-32C of the mask.
+    of_mask: u32,
+    /// Theirs, one after another.
+    latents: Vec<f32>,
+}
+
+impl Record {
+    /// Refuses latents that were written under another mask.
+    fn check(&self, mask: &[bool], path: &Path) -> Result<()> {
+        if mask_checksum(mask) != self.of_mask || mask.iter().filter(|masked| **masked).count() != self.masked {
+            return Err(TargetsError::Mask { path: path.to_owned(), step: self.step });
+        }
+        Ok(())
+    }
+
+    /// Writes the rows of the masked positions and no other.
+    fn spread(&self, mask: &[bool], width: usize, into: &mut [f32]) {
+        let width = width.max(1);
+        let rows = into.chunks_mut(width).zip(mask).filter(|(_, masked)| **masked);
+        for ((row, _), latents) in rows.zip(self.latents.chunks(width)) {
+            row.copy_from_slice(latents);
+        }
     }
 }
 

@@ -4,7 +4,9 @@
 mod process;
 
 use dormouse::checkpoint::{State, newest_good};
-use dormouse_cuda::{Cuda, Engine, Lavapipe};
+use dormouse_cuda::{Cuda, Engine, Gpu, Lavapipe, Runtime};
+use dormouse_reference::{DType, Error, Tensors};
+use ndarray::Array2;
 use process::Place;
 use serde_json::Value;
 
@@ -115,6 +117,37 @@ fn on_a_gpu_two_processes_are_equal_and_a_killed_run_goes_on_to_the_bit() {
     assert_eq!(process::Done::of(child.wait_with_output().unwrap()).code, None, "killed");
     place.run(&["train", "--resume", "runs/killed"]).expect(0, &[]);
     assert_eq!(state(&place, "killed"), state(&place, "first"));
+}
+
+/// What has its own way to the device is there as what goes by f64, small and large, to the bit.
+#[test]
+fn an_upload_of_f32_is_that_of_the_same_numbers() {
+    if !answers() {
+        return;
+    }
+    let b = Gpu::open(Runtime::Lavapipe).unwrap();
+    let upload = |values: &Array2<f32>, transposed: bool, dtype| {
+        let values = if transposed { values.t() } else { values.view() };
+        let [wide, single] = [(); 2].map(|()| b.persistent(values.shape(), dtype).unwrap());
+        b.upload(values.mapv(f64::from).into_dyn().view(), &wide).unwrap();
+        b.upload_f32(values.into_dyn(), &single).unwrap();
+        let [wide, single] = [wide, single].map(|tensor| b.download(&tensor).unwrap());
+        assert!(wide.iter().zip(&single).all(|(x, y)| x.to_bits() == y.to_bits()), "{:?}", wide.shape());
+        assert!(wide.iter().any(|x| *x != 0.0));
+    };
+    let odd = ndarray::array![[0.1, -0.0, f32::INFINITY], [1e-40, f32::MIN_POSITIVE, -3.4e38]];
+    // Above 4 MiB an upload takes another way.
+    let large = Array2::from_shape_fn((3, 400_000), |(i, j)| (i * 400_000 + j) as f32 * 1e-3 - 7.0);
+    for values in [&odd, &large] {
+        upload(values, false, DType::F32);
+        upload(values, true, DType::F32);
+    }
+    // Whole numbers keep their own check.
+    upload(&ndarray::array![[1.0, 255.0]], true, DType::U8);
+    let byte = b.persistent(&[2, 1], DType::U8).unwrap();
+    assert!(b.upload_f32(ndarray::array![[0.5], [1.0]].into_dyn().view(), &byte).is_err());
+    let error = b.upload_f32(odd.view().into_dyn(), &byte).unwrap_err();
+    assert!(matches!(error, Error::Shape { op: "upload", .. }), "{error}");
 }
 
 #[test]

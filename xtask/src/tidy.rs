@@ -42,6 +42,7 @@ pub fn check(root: &Path) -> Result<()> {
     faults.extend(crate::cases::faults(root, &sources)?);
     faults.extend(crate::golden::faults(root)?.into_iter().map(|fault| format!("golden: {fault}")));
     stems(root, &mut faults)?;
+    faults.extend(decisions(root)?);
     licences(root, &mut faults)?;
     for fault in &faults {
         eprintln!("tidy: {fault}");
@@ -96,6 +97,36 @@ fn stems(root: &Path, faults: &mut Vec<String>) -> Result<()> {
     Ok(())
 }
 
+/// The table of decisions has every record, and every record of the table is there.
+fn decisions(root: &Path) -> Result<Vec<String>> {
+    const FOLDER: &str = "docs/adr";
+    let folder = root.join(FOLDER);
+    let table = std::fs::read_to_string(folder.join("README.md")).with_context(|| format!("{FOLDER}/README.md"))?;
+    let is_record = |name: &str| {
+        let number = name.as_bytes().first_chunk::<4>().is_some_and(|start| start.iter().all(u8::is_ascii_digit));
+        number && name[4..].starts_with('-') && name.ends_with(".md")
+    };
+    let mut records = BTreeSet::new();
+    for entry in std::fs::read_dir(&folder).context(FOLDER)? {
+        let name = entry?.file_name().to_string_lossy().into_owned();
+        records.extend(is_record(&name).then_some(name));
+    }
+    let links =
+        table.lines().filter(|line| line.starts_with('|')).filter_map(|line| line.split_once("](")?.1.split_once(')'));
+    let listed: BTreeSet<String> = links.map(|(name, _)| name.to_owned()).collect();
+    let mut faults = Vec::new();
+    for name in records.difference(&listed) {
+        faults.push(format!("{FOLDER}/README.md: {name} is not in the table"));
+    }
+    for name in listed.difference(&records) {
+        faults.push(format!("{FOLDER}/README.md: there is no record {name}"));
+    }
+    if records.is_empty() {
+        faults.push(format!("{FOLDER}: no record was found, so the table is held against nothing"));
+    }
+    Ok(faults)
+}
+
 /// The files of a folder that hold an operation, without their endings.
 pub fn stems_in(folder: &Path, is_one: impl Fn(&str) -> bool) -> Result<BTreeSet<String>> {
     let mut stems = BTreeSet::new();
@@ -144,7 +175,30 @@ fn acceptable(expression: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::acceptable;
+    use super::{acceptable, decisions};
+
+    #[test]
+    fn a_record_and_the_table_of_records_name_each_other() {
+        let place = tempfile::tempdir().unwrap();
+        let folder = place.path().join("docs/adr");
+        std::fs::create_dir_all(&folder).unwrap();
+        let table = |rows: &str| std::fs::write(folder.join("README.md"), format!("# Decisions\n\n{rows}")).unwrap();
+        table("");
+        assert_eq!(decisions(place.path()).unwrap().len(), 1, "an empty folder shows nothing");
+        // Neither is a record.
+        for name in ["0001-a.md", "0002-b.md", "notes.md", "0003.txt"] {
+            std::fs::write(folder.join(name), "").unwrap();
+        }
+        table("| [0001](0001-a.md) | a |\n| [0002](0002-b.md) | b |\n");
+        assert_eq!(decisions(place.path()).unwrap(), [""; 0]);
+        table("| [0001](0001-a.md) | a, not [0002](0002-b.md) |\n| [0004](0004-d.md) | d |\n");
+        let faults = decisions(place.path()).unwrap();
+        let prefix = "docs/adr/README.md: ";
+        assert_eq!(
+            faults,
+            [format!("{prefix}0002-b.md is not in the table"), format!("{prefix}there is no record 0004-d.md")]
+        );
+    }
 
     #[test]
     fn licence_expressions() {

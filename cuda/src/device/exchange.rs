@@ -2,35 +2,61 @@
 
 use std::sync::Arc;
 
+use cubecl::client::ComputeClient;
 use dormouse_reference::{DType, Error, Result};
 use ndarray::{ArrayD, ArrayViewD, IxDyn};
 
 use super::Device;
-use crate::runtime::{self, Engine, Written};
+use crate::runtime::{self, Engine, Written, gemm};
 use crate::tensor::{Buffer, Life, Tensor, WORD};
 use crate::words;
 
 impl<R: Engine> Device<R> {
     /// [`Tensors::upload`](dormouse_reference::Tensors::upload).
     pub(super) fn send(&self, values: ArrayViewD<'_, f64>, into: &Tensor) -> Result<()> {
-        const OP: &str = "upload";
-        self.check_outside(OP)?;
-        self.check_life(OP, "into", into)?;
-        if values.shape() != into.shape() {
-            return Err(Error::Shape {
-                op: OP,
-                arg: "values",
-                expected: format!("{:?}, as the tensor", into.shape()),
-                got: values.shape().to_vec(),
-            });
-        }
+        self.check_upload(values.shape(), into)?;
         if into.is_empty() {
             return Ok(());
         }
         let words = to_words(values, into.dtype)?;
-        let bytes: &[u8] = bytemuck::cast_slice(&words);
+        self.send_bytes(bytemuck::cast_slice(&words), into, R::write)
+    }
+
+    /// [`Tensors::upload_f32`](dormouse_reference::Tensors::upload_f32).
+    pub(super) fn send_f32(&self, values: ArrayViewD<'_, f32>, into: &Tensor) -> Result<()> {
+        if into.dtype != DType::F32 {
+            return self.send(values.mapv(f64::from).view(), into);
+        }
+        self.check_upload(values.shape(), into)?;
+        if into.is_empty() {
+            return Ok(());
+        }
+        // Borrowed where the values lie as the tensor does.
+        let values = values.as_standard_layout();
+        let values = values.as_slice().expect("the standard layout is contiguous");
+        self.send_bytes(bytemuck::cast_slice(values), into, R::write_every_step)
+    }
+
+    fn check_upload(&self, shape: &[usize], into: &Tensor) -> Result<()> {
+        const OP: &str = "upload";
+        self.check_outside(OP)?;
+        self.check_life(OP, "into", into)?;
+        if shape == into.shape() {
+            return Ok(());
+        }
+        let expected = format!("{:?}, as the tensor", into.shape());
+        Err(Error::Shape { op: OP, arg: "values", expected, got: shape.to_vec() })
+    }
+
+    /// Brings the words of a whole tensor to the device by `write`, or where that is refused by a buffer of their own.
+    fn send_bytes(
+        &self,
+        bytes: &[u8],
+        into: &Tensor,
+        write: impl Fn(&ComputeClient<R>, &gemm::Start<'_>, &[u8]) -> std::result::Result<Written, runtime::Error>,
+    ) -> Result<()> {
         self.outdated(into);
-        match R::write(&self.client, &into.place(), bytes)? {
+        match write(&self.client, &into.place(), bytes)? {
             Written::Waited => {
                 self.note_sync("upload");
                 return Ok(());

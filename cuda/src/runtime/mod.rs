@@ -115,6 +115,12 @@ pub trait Engine: gemm::Gemm {
     /// Writes into a buffer, after all that was asked for before and before all that is asked for later.
     fn write(client: &ComputeClient<Self>, into: &gemm::Start<'_>, bytes: &[u8]) -> Result<Written, Error>;
 
+    /// [`Engine::write`] of what is new before every step: however many bytes they are, they wait for no step that is under
+    /// way, where the host has memory for that.
+    fn write_every_step(client: &ComputeClient<Self>, into: &gemm::Start<'_>, bytes: &[u8]) -> Result<Written, Error> {
+        Self::write(client, into, bytes)
+    }
+
     /// What the next launch of a recording waits for: everything recorded last, branch by branch.
     fn dependencies(client: &ComputeClient<Self>) -> Result<Dependencies, Error>;
 
@@ -299,6 +305,12 @@ impl Engine for Cuda {
         let at = gemm::address(client, into)?;
         // SAFETY: the caller keeps the buffer alive and checked that it has as many bytes.
         Self::on_device(client, |shared| unsafe { shared.write(at, bytes) })
+    }
+
+    fn write_every_step(client: &ComputeClient<Self>, into: &gemm::Start<'_>, bytes: &[u8]) -> Result<Written, Error> {
+        let at = gemm::address(client, into)?;
+        // SAFETY: as above.
+        Self::on_device(client, |shared| unsafe { shared.write_every_step(at, bytes) })
     }
 
     fn dependencies(client: &ComputeClient<Self>) -> Result<Dependencies, Error> {

@@ -13,7 +13,7 @@ use super::error::Error;
 use super::gemm::Library;
 use super::gpu::Gpu;
 use super::library::{driver_error, ends_the_context};
-use super::staging::{self, Staging};
+use super::staging::{self, Large, Staging};
 
 /// What the server's thread and its callers share.
 pub struct Shared {
@@ -36,6 +36,8 @@ pub struct Shared {
     pub compiled: AtomicU64,
     /// Pinned memory for uploads, from the first one on.
     staging: Mutex<Option<Staging>>,
+    /// The same for large uploads that come before every step.
+    large: Mutex<Large>,
     /// What comes after the last steps that were replayed, oldest first.
     steps: Mutex<VecDeque<CudaEvent>>,
 }
@@ -69,6 +71,7 @@ impl Shared {
             held: Mutex::default(),
             compiled: AtomicU64::new(0),
             staging: Mutex::default(),
+            large: Mutex::default(),
             steps: Mutex::default(),
         }
     }
@@ -95,7 +98,7 @@ impl Shared {
     /// As many bytes at `to` belong to the caller until the stream has come so far.
     pub unsafe fn write(&self, to: u64, bytes: &[u8]) -> Result<Written, Error> {
         let stream = self.stream()?;
-        if !Staging::takes(bytes.len()) {
+        if bytes.len() > staging::SMALL {
             // SAFETY: as the caller's; the copy is waited for, so the host's bytes live long enough.
             unsafe { cu::memcpy_htod_async(to, bytes, stream.cu_stream()) }.map_err(self.call("cuMemcpyHtoDAsync"))?;
             stream.synchronize().map_err(self.call("cuStreamSynchronize"))?;
@@ -104,11 +107,27 @@ impl Shared {
         let mut staging = lock(&self.staging);
         let ring = match &mut *staging {
             Some(ring) => ring,
-            none => none.insert(Staging::new().map_err(self.call("cuMemHostAlloc"))?),
+            none => none.insert(Staging::small().map_err(self.call("cuMemHostAlloc"))?),
         };
         // SAFETY: as the caller's.
         let waited = unsafe { ring.write(to, bytes, stream) }.map_err(self.call("cuMemcpyHtoDAsync"))?;
         Ok(if waited { Written::Waited } else { Written::Queued })
+    }
+
+    /// [`Shared::write`] of what is new before every step: large ones go through pinned memory as well, where there is any.
+    ///
+    /// # Safety
+    /// As [`Shared::write`].
+    pub unsafe fn write_every_step(&self, to: u64, bytes: &[u8]) -> Result<Written, Error> {
+        if bytes.len() > staging::SMALL {
+            // SAFETY: as the caller's.
+            let written = unsafe { lock(&self.large).write(to, bytes, self.stream()?) };
+            if let Some(waited) = written.map_err(self.call("cuMemcpyHtoDAsync"))? {
+                return Ok(if waited { Written::Waited } else { Written::Queued });
+            }
+        }
+        // SAFETY: as the caller's.
+        unsafe { self.write(to, bytes) }
     }
 
     /// Waits until the device is at most `AHEAD` replayed steps behind.

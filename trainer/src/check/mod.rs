@@ -46,7 +46,6 @@ use dormouse_cuda::{Arm, Gpu, Runtime};
 use dormouse_reference::{Backend, Reference};
 
 use crate::backend::{self, settle};
-use crate::checkpoint::State;
 use crate::cli::CheckArgs;
 use crate::config::{Backend as Word, Config, ConfigError, Math, RunConfig, preset};
 use crate::data::Batch;
@@ -54,7 +53,6 @@ use crate::instruments::Witness;
 use crate::learner::ModelLearner;
 use crate::progress::say;
 use crate::rng::{Purpose, stream};
-use crate::train::StepRecord;
 
 /// How a check ended.
 #[derive(Clone, Debug, PartialEq)]
@@ -114,8 +112,8 @@ pub struct Lab<'a, B> {
     pub quick: bool,
     /// The arm that every operation is to run on; absent where it may be either.
     pub arm: Option<Arm>,
-    /// The state and the records of a run that was not interrupted, from the first check that asks for it.
-    whole: OnceCell<(State, Vec<StepRecord>)>,
+    /// The run that others are compared with, from the first check that asks for it.
+    whole: OnceCell<steps::Run>,
 }
 
 impl<B: Backend + Witness> Lab<'_, B> {

@@ -28,12 +28,14 @@ fn within(share: f64, message: impl FnOnce() -> String) -> Outcome {
     if share <= 1.0 { Outcome::Pass(share) } else { Outcome::Fail(message()) }
 }
 
-/// 20 losses of `tiny` on the shipped text against the `f32` reference.
+/// 20 losses of `tiny` on the shipped text against the `f32` reference; a few where it is to be quick and all steps are
+/// alike, since no graph takes over.
 pub fn losses<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
     let config = lab.tiny();
     let data = Data::open(&config)?;
+    let all = if lab.graphs || !lab.quick { 20 } else { 6 };
     let run = |learner: &mut dyn Learner| -> Result<Vec<StepRecord>> {
-        for step in 0..20 {
+        for step in 0..all {
             let batch = data.batch(step, config.train.batch_rows)?;
             learner.step(&batch, config.schedule().lr_at(step, config.train.total_steps))?;
         }
@@ -53,7 +55,10 @@ pub fn losses<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
             message = format!("step {}: loss {}, expected {} within {band:.0e}", got.step + 1, got.loss, want.loss);
         }
     }
-    Ok(if got.len() == 20 { within(worst, || message) } else { Outcome::Fail(format!("{} records of 20", got.len())) })
+    if got.len() as u64 != all {
+        return Ok(Outcome::Fail(format!("{} records of {all}", got.len())));
+    }
+    Ok(within(worst, || message))
 }
 
 /// Nats of every position of held-out windows: the mean as the reference has it, and the same read byte by byte.
@@ -129,34 +134,45 @@ fn same(got: &(State, Vec<StepRecord>), want: &(State, Vec<StepRecord>), what: &
     }
 }
 
-/// A run that was not interrupted, once for all checks that compare with it.
-fn whole<'a, B: Backend + Witness>(lab: &'a Lab<'_, B>) -> Result<&'a (State, Vec<StepRecord>)> {
+/// A run as it is half-way and at its end.
+pub struct Run {
+    half: (State, Vec<StepRecord>),
+    end: (State, Vec<StepRecord>),
+}
+
+/// The run that all checks compare with, once for them all.
+fn whole<'a, B: Backend + Witness>(lab: &'a Lab<'_, B>) -> Result<&'a Run> {
     if let Some(whole) = lab.whole.get() {
         return Ok(whole);
     }
-    let config = config(lab);
-    let whole = advance(&mut lab.learner(&config, lab.graphs)?, &config, 0..steps(lab))?;
-    Ok(lab.whole.get_or_init(|| whole))
+    let (config, n) = (config(lab), steps(lab));
+    let mut learner = lab.learner(&config, lab.graphs)?;
+    let half = advance(&mut learner, &config, 0..n / 2)?;
+    let (state, rest) = advance(&mut learner, &config, n / 2..n)?;
+    let records = half.1.iter().cloned().chain(rest).collect();
+    Ok(lab.whole.get_or_init(|| Run { half, end: (state, records) }))
 }
 
-/// Two runs have the same bits, and another batch gives others.
+/// Two runs have the same bits, whether one is read half-way or not, and other batches give others. Where it is to be quick
+/// and no graph takes over, to half-way: [`resume`] has the other half.
 pub fn twice<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
     let (config, n) = (config(lab), steps(lab));
-    let run = |from: u64| advance(&mut lab.learner(&config, lab.graphs)?, &config, from..from + n);
+    let run = |steps: Range<u64>| advance(&mut lab.learner(&config, lab.graphs)?, &config, steps);
     let first = whole(lab)?;
-    if difference(&run(64)?.0, &first.0).is_none() {
+    if difference(&run(64..64 + n / 2)?.0, &first.half.0).is_none() {
         return Ok(Outcome::Fail("another batch gives the same weights, so nothing is compared".into()));
     }
-    Ok(same(&run(0)?, first, "the second time"))
+    let (until, first) = if lab.graphs || !lab.quick { (n, &first.end) } else { (n / 2, &first.half) };
+    Ok(same(&run(0..until)?, first, "the second time"))
 }
 
 /// Half a run, saved and taken up by a fresh learner, is the whole run.
 pub fn resume<B: Backend + Witness>(lab: &Lab<'_, B>) -> Result<Outcome> {
     let (config, n) = (config(lab), steps(lab));
-    let half = advance(&mut lab.learner(&config, lab.graphs)?, &config, 0..n / 2)?;
+    let whole = whole(lab)?;
     let mut resumed = lab.learner(&Config { seed: 77, ..config.clone() }, lab.graphs)?;
-    resumed.import(&half.0)?;
-    Ok(same(&advance(&mut resumed, &config, n / 2..n)?, whole(lab)?, "after resuming"))
+    resumed.import(&whole.half.0)?;
+    Ok(same(&advance(&mut resumed, &config, n / 2..n)?, &whole.end, "after resuming"))
 }
 
 /// Replayed steps have the bits of eager ones, and the nodes of a graph are the launches of an eager step.

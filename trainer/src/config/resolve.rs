@@ -154,7 +154,7 @@ fn merge(
 ) -> Result<(), ConfigError> {
     for (name, value) in over {
         path.push(name.clone());
-        let expected = lookup(&schema(), path).ok_or_else(|| unknown_key(place(path), &path.join(".")))?;
+        let expected = lookup(&schema(), path).ok_or_else(|| unknown_key(place(path), &whole_key(path, value)))?;
         match (&expected, value) {
             (Value::Table(_), Value::Table(inner)) => {
                 let target = table.get_mut(name).and_then(Value::as_table_mut);
@@ -259,12 +259,24 @@ fn known_word(path: &[String], value: &Value, place: &dyn Fn(&[String]) -> Strin
     })
 }
 
+/// The key that was written where its beginning is unknown: `modle.width` resembles another key than `modle` does.
+fn whole_key(path: &[String], value: &Value) -> String {
+    let (mut key, mut value) = (path.join("."), value);
+    while let Some((name, inner)) = value.as_table().and_then(|table| table.iter().next()) {
+        key = format!("{key}.{name}");
+        value = inner;
+    }
+    key
+}
+
 fn unknown_key(place: String, key: &str) -> ConfigError {
+    // Of a long section's name a key is no nearer.
+    let most = 4.max(key.rsplit('.').next().unwrap_or(key).len() / 2);
     let nearest = all_keys()
         .into_iter()
         .map(|known| (key_distance(key, &known), known))
         .min()
-        .filter(|(distance, _)| *distance <= 4.max(key.len() / 2))
+        .filter(|(distance, _)| *distance <= most)
         .map(|(_, known)| format!(", nearest is `{known}`"))
         .unwrap_or_default();
     ConfigError::UnknownKey { place, key: key.to_owned(), nearest }

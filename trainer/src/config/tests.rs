@@ -63,6 +63,11 @@ fn unknown_keys_name_the_place_and_the_nearest_key() {
     assert!(error.contains("unknown key `train.total_stpes`, nearest is `train.total_steps`"), "{error}");
     let error = with_set("lr=3").unwrap_err().to_string();
     assert!(error.contains("--set lr=3") && error.contains("nearest is `optimizer.lr`"), "{error}");
+    // A section that is unknown is a part of its keys, in a file as well.
+    let error = with_set("modle.width=3").unwrap_err().to_string();
+    assert!(error.contains("unknown key `modle.width`, nearest is `model.width`"), "{error}");
+    let error = with_file("seed = 1\n\n[modle]\nwidth = 3\n", Sources::default()).unwrap_err().to_string();
+    assert!(error.contains("line 3") && error.contains("nearest is `model.width`"), "{error}");
     let error = with_set("zzzzzzzzzzzzzz.qqqqqqqqqq=3").unwrap_err().to_string();
     assert!(!error.contains("nearest"), "{error}");
     assert!(matches!(with_set("seed.deeper=3"), Err(ConfigError::WrongType { .. })));

@@ -100,7 +100,7 @@ impl Corpus {
         let root = match std::fs::canonicalize(path) {
             Ok(root) => root,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-                return Err(DataError::Missing { path: path.to_owned() });
+                return Err(dangling(path).unwrap_or(DataError::Missing { path: path.to_owned() }));
             }
             Err(error) => return Err(unreadable(error)),
         };
@@ -254,6 +254,19 @@ fn hash_file(path: &Path) -> std::io::Result<(blake3::Hash, u64, Metadata)> {
     Ok((hasher.finalize(), len, file.metadata()?))
 }
 
+/// What is wrong with a link, if it leads to something that does not exist.
+fn dangling(link: &Path) -> Option<DataError> {
+    let mut target = link.to_owned();
+    // A link may lead to a link; the system follows forty at most.
+    for _ in 0..40 {
+        let Ok(next) = std::fs::read_link(&target) else { break };
+        // What a link says is as seen from where it lies.
+        target = target.parent().unwrap_or(Path::new("")).join(next);
+    }
+    let missing = std::fs::symlink_metadata(&target).is_err_and(|cause| cause.kind() == std::io::ErrorKind::NotFound);
+    (target != *link && missing).then(|| DataError::Dangling { link: link.to_owned(), target })
+}
+
 /// The files below a folder, and the entries that are none.
 fn collect_files(folder: &Path, files: &mut Vec<PathBuf>, left_out: &mut Vec<PathBuf>) -> Result<(), DataError> {
     let unreadable = |cause| DataError::Unreadable { path: folder.to_owned(), cause };
@@ -268,7 +281,8 @@ fn collect_files(folder: &Path, files: &mut Vec<PathBuf>, left_out: &mut Vec<Pat
         let file = match kind.is_symlink() {
             // A link that leads nowhere was meant to be data.
             true => {
-                std::fs::metadata(&path).map_err(|cause| DataError::Unreadable { path: path.clone(), cause })?.is_file()
+                let lost = |cause| dangling(&path).unwrap_or(DataError::Unreadable { path: path.clone(), cause });
+                std::fs::metadata(&path).map_err(lost)?.is_file()
             }
             false => kind.is_file(),
         };

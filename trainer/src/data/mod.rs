@@ -33,6 +33,10 @@ use crate::config::{Config, JepaMode, TrainConfig};
 pub enum DataError {
     #[error("data: `{path}` does not exist; give --data, or --eval, a file or a folder of bytes")]
     Missing { path: PathBuf },
+    #[error(
+        "data: `{link}` is a link to `{target}`, which does not exist; put the file back, or remove the link or make it anew"
+    )]
+    Dangling { link: PathBuf, target: PathBuf },
     #[error("data: `{path}` has {bytes} bytes, expected at least {needed} ({why}); give more data or {fix}")]
     TooSmall { path: String, bytes: u64, needed: u64, why: String, fix: String },
     #[error("data: folder `{path}` holds no file with a byte in it; give a file or folder with data")]

@@ -166,9 +166,31 @@ fn what_is_no_file_is_left_out_and_named_and_a_link_to_nothing_is_refused() {
     assert_eq!((corpus.len(), corpus.files()), (6, 2));
     let left: Vec<_> = corpus.left_out().iter().map(|path| path.file_name().unwrap()).collect();
     assert_eq!(left, ["loop", "socket"]);
-    symlink(at("gone"), at("dangling")).unwrap();
+    let refused = |path: &std::path::Path, words: [&str; 2]| {
+        let error = Corpus::open(path).unwrap_err();
+        assert!(matches!(error, DataError::Dangling { .. }), "{error}");
+        let [link, target] =
+            words.map(|word| format!("`{}`", folder.path().canonicalize().unwrap().join(word).display()));
+        let error = error.to_string();
+        assert!(
+            error.contains(&format!("{link} is a link to {target}")) && error.contains("remove the link"),
+            "{error}"
+        );
+    };
+    symlink("gone", at("sub/dangling")).unwrap();
+    refused(folder.path(), ["sub/dangling", "sub/gone"]);
+    // The link at which a chain of them ends, and one that is named itself.
+    std::fs::remove_file(at("sub/dangling")).unwrap();
+    symlink("sub/next", at("first")).unwrap();
+    symlink("gone", at("sub/next")).unwrap();
+    refused(&folder.path().canonicalize().unwrap().join("first"), ["first", "sub/gone"]);
+    // A link in a circle is no missing file.
+    for name in ["first", "sub/next"] {
+        std::fs::remove_file(at(name)).unwrap();
+    }
+    symlink("round", at("round")).unwrap();
     let error = Corpus::open(folder.path()).unwrap_err();
-    assert!(matches!(&error, DataError::Unreadable { path, .. } if path.ends_with("dangling")), "{error}");
+    assert!(matches!(&error, DataError::Unreadable { path, .. } if path.ends_with("round")), "{error}");
 }
 
 #[test]

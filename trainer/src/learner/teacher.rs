@@ -14,6 +14,7 @@ use anyhow::{Context, Result, bail, ensure};
 use dormouse_cuda::Pass as Direction;
 use dormouse_reference::ema::{self, Ema};
 use dormouse_reference::{Backend, DType, beside};
+use ndarray::{ArrayView1, IxDyn};
 
 use super::ModelLearner;
 use super::memory::memory;
@@ -21,7 +22,7 @@ use crate::checkpoint::{State, Tensor};
 use crate::config::{Config, JepaMode};
 use crate::data::Batch;
 use crate::instruments::{Ask, Objective, Witness};
-use crate::jepa_targets::Reader;
+use crate::jepa_targets::{Ahead, Reader};
 use crate::model::{self, Ablation, JEPA_STEMS, KOLEO_WEIGHT, Memory, Pass, Table, Upstream};
 use crate::train::Aux;
 
@@ -63,7 +64,7 @@ enum Source<B: Backend> {
     Targets {
         /// `[rows, t, d]`, 0 where nothing is masked.
         latents: B::Tensor,
-        reader: RefCell<Reader>,
+        reader: Box<RefCell<Ahead>>,
     },
 }
 
@@ -88,7 +89,7 @@ impl<B: Backend + Witness> JepaPart<B> {
                 let reader = Reader::open(path)?;
                 reader.require_for(config)?;
                 let latents = b.persistent(&[rows, t, config.model.width], b.float())?;
-                Source::Targets { latents, reader: RefCell::new(reader) }
+                Source::Targets { latents, reader: Box::new(RefCell::new(Ahead::new(reader))) }
             }
             None => Source::Teacher {
                 params: b.persistent(&[table.len()], b.float())?,
@@ -181,9 +182,10 @@ impl<B: Backend + Witness> ModelLearner<B> {
         self.upload(&part.shares, &shares)?;
         self.upload(&part.weights, &weights)?;
         if let Source::Targets { latents, reader } = &part.source {
-            let mut values = vec![0.0; mask.len() * self.config.model.width];
-            reader.borrow_mut().read(batch.step, mask, &mut values)?;
-            self.upload(latents, &values.into_iter().map(f64::from).collect::<Vec<_>>())?;
+            let mut reader = reader.borrow_mut();
+            let values = ArrayView1::from(reader.read(batch.step, mask)?);
+            let shape = IxDyn(self.b.shape(latents));
+            self.b.upload_f32(values.into_shape_with_order(shape)?, latents)?;
         }
         Ok(())
     }
