@@ -350,31 +350,6 @@ fn load_or_zero(x: &Floats, at: usize, alive: bool) -> f32 {
     loaded
 }
 
-/// Reads `live` of `count` elements `step` apart into this unit's registers, with zeros for the others. Where all are there
-/// nothing is asked of each.
-#[cube]
-fn load_tokens(
-    x: &Floats,
-    into: &mut Array<f32>,
-    at: usize,
-    step: usize,
-    live: usize,
-    #[comptime] count: usize,
-    #[comptime] unroll: bool,
-) {
-    if live == count {
-        #[unroll(unroll)]
-        for i in 0..count {
-            into[i] = x.at(at + i * step);
-        }
-    } else {
-        #[unroll(unroll)]
-        for i in 0..count {
-            into[i] = load_or_zero(x, at + i * step, i < live);
-        }
-    }
-}
-
 /// Element `at` of a gate by channel, or what stands in for one that is absent.
 #[cube]
 fn gate_or(gate: &ComptimeOption<Floats>, at: usize, beta: f32, alive: bool) -> f32 {

@@ -25,7 +25,7 @@ use cubecl::prelude::*;
 use dormouse_reference::Result;
 
 use super::chain::{Cuts, Group, chain_of_keys, cuts, group, piece_of_chain};
-use super::{CHUNK, Call, bytes, load_or_zero, load_tokens, optional, widest};
+use super::{CHUNK, Call, bytes, load_or_zero, optional, widest};
 use crate::device::Device;
 use crate::launch::Grid;
 use crate::runtime::Engine;
@@ -249,14 +249,21 @@ fn prep_kernel(
             if comptime!(mutant == 11 && grouped) {
                 keys_at -= of_keys.head * key;
             }
-            load_tokens(q, &mut queries, keys_at, keys_step, live, half, plan.unroll);
-            load_tokens(k, &mut keys, keys_at, keys_step, live, half, plan.unroll);
-            load_tokens(g, &mut gates, at, step, live, half, plan.unroll);
-            load_tokens(g, &mut others, chunk_at + other * step, step, other_live, half, plan.unroll);
+            #[unroll(plan.unroll)]
+            for i in 0..half {
+                queries[i] = load_or_zero(q, keys_at + i * keys_step, i < live);
+                keys[i] = load_or_zero(k, keys_at + i * keys_step, i < live);
+                gates[i] = load_or_zero(g, at + i * step, i < live);
+                others[i] = load_or_zero(g, chunk_at + (other + i) * step, i < other_live);
+            }
             #[comptime]
             match erase {
-                ComptimeOption::Some(erase) => {
-                    load_tokens(erase, &mut erasing, at, step, live, half, plan.unroll);
+                ComptimeOption::Some(erase) =>
+                {
+                    #[unroll(plan.unroll)]
+                    for i in 0..half {
+                        erasing[i] = load_or_zero(erase, at + i * step, i < live);
+                    }
                 }
                 ComptimeOption::None => {}
             }
@@ -314,20 +321,12 @@ fn prep_kernel(
             }
         }
         sync_cube();
-        // Channels that do not exist are zeros. Where the length is known, addresses are computed once and not for every
-        // product; the software driver unrolls such loops and takes long.
         let many = (key - block * channels).min(channels);
         #[unroll]
         for n in 0..pairs {
             let mut sum = sums[n];
-            if comptime!(plan.unroll) {
-                for c in 0..channels {
-                    sum += scaled[sink_at[n] + c] * scaled[source_at[n] + c];
-                }
-            } else {
-                for c in 0..many {
-                    sum += scaled[sink_at[n] + c] * scaled[source_at[n] + c];
-                }
+            for c in 0..many {
+                sum += scaled[sink_at[n] + c] * scaled[source_at[n] + c];
             }
             sums[n] = sum;
         }

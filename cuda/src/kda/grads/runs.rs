@@ -4,7 +4,7 @@
 
 use cubecl::prelude::*;
 
-use super::super::load_tokens;
+use super::super::load_or_zero;
 use super::{LEVELS, Plan, RUN, RUNS, UNITS};
 use crate::tensor::Floats;
 
@@ -30,7 +30,10 @@ pub(super) struct Run {
 /// A run's `live` tokens in a tensor of channels.
 #[cube]
 pub(super) fn load_run(x: &Floats, into: &mut Array<f32>, at: usize, step: usize, live: usize, #[comptime] plan: Plan) {
-    load_tokens(x, into, at, step, live, RUN, plan.math.cuda);
+    #[unroll(plan.math.cuda)]
+    for i in 0..comptime!(RUN) {
+        into[i] = load_or_zero(x, at + i * step, i < live);
+    }
 }
 
 /// What token `i` of a run erases by: its beta, or the gate of this unit's channel.
