@@ -95,7 +95,8 @@ fn launches(b: &Gpu, call: impl FnOnce(&Gpu)) -> Vec<(&'static str, u64)> {
     more.filter(|(name, count)| *count > 0 && (name.starts_with("muon") || name.starts_with("retract"))).collect()
 }
 
-/// What the module's table says a call takes, whatever the number of its matrices and, up to a side of 96, their shapes.
+/// What the module's table says a call takes, whatever the number of its matrices and their shapes: up to a side of 64, and
+/// up to one of 96.
 #[test]
 fn a_call_takes_as_few_launches_as_are_documented() {
     let Some(b) = common::device() else { return };
@@ -104,14 +105,18 @@ fn a_call_takes_as_few_launches_as_are_documented() {
         table(&[([2, 20, 6], 1), ([1, 20, 24], 4), ([1, 20, 6], 1), ([1, 3, 70], 1), ([1, 70, 66], 1)]);
     let found = launches(&b, |b| drop(moved(b, &config(matrices, 8, Batching::Batched), len)));
     let want = [
-        ("muon::columns", 1),
-        ("muon::gather", 1),
-        ("muon::last", 1),
-        ("muon::polynomial", 4),
-        ("muon::step", 3),
-        ("muon::write", 1),
+        ("muon::columns", 2),
+        ("muon::gather", 2),
+        ("muon::last", 2),
+        ("muon::polynomial", 8),
+        ("muon::step", 6),
+        ("muon::write", 2),
     ];
     assert_eq!(found, want);
+    // Of one kind of width, half as many.
+    let (matrices, len) = table(&[([2, 20, 6], 1), ([1, 20, 24], 4), ([1, 20, 6], 1)]);
+    let found = launches(&b, |b| drop(moved(b, &config(matrices, 8, Batching::Batched), len)));
+    assert_eq!(found, want.map(|(name, count)| (name, count / 2)));
     let (matrices, len) = table(&[([2, 100, 98], 1), ([1, 100, 196], 2)]);
     let found = launches(&b, |b| drop(moved(b, &config(matrices, 8, Batching::Batched), len)));
     assert_eq!(found.iter().map(|(_, count)| count).sum::<u64>(), 29, "{found:?}");
@@ -159,7 +164,7 @@ fn the_update_of_the_benchmark_model_is_the_reference_in_its_share_of_nodes() {
     let (all, len) = factors(&SMALL_FACTORS);
     let of_retraction = launches(&b, |b| drop(retracted(b, &all, len)));
     let counts = [&of_muon, &of_retraction].map(|found| found.iter().map(|(_, count)| count).sum::<u64>());
-    assert_eq!(counts, [11, 3], "{of_muon:?} {of_retraction:?}");
+    assert_eq!(counts, [22, 3], "{of_muon:?} {of_retraction:?}");
 }
 
 fn factors(shapes: &[[usize; 3]]) -> (Vec<Factor>, usize) {

@@ -29,6 +29,10 @@ use crate::train::{Build, Learner, training};
 
 mod map;
 
+/// Steps that are timed together, up to the moment when the device has done them: the host is some steps ahead of a device,
+/// so what passes between two calls is not what a step takes.
+const BLOCK_STEPS: u64 = 10;
+
 /// Steps under timers after the timed ones.
 const DEVICE_STEPS: u64 = 5;
 
@@ -50,7 +54,7 @@ struct Measured {
     step_to: u64,
     /// The first step, which compiles what no cache has.
     first_ms: f64,
-    /// Median and interquartile range.
+    /// Median and interquartile range over blocks of steps.
     ms_median: f64,
     ms_iqr: f64,
     launches: Option<f64>,
@@ -130,7 +134,7 @@ pub fn command(arguments: &BenchArgs, build: Build) -> Result<()> {
         alone()?;
         let measured = one_process(&[], None)?;
         say(&format!(
-            "{}: median {:.3} ms a step, interquartile range {:.3} ms, steps {} to {}",
+            "{}: median {:.3} ms a step, interquartile range {:.3} ms, steps {} to {} by {BLOCK_STEPS}",
             measured.facts.line(),
             measured.ms_median,
             measured.ms_iqr,
@@ -173,7 +177,9 @@ fn process(more: &[&str], cache: Option<&Path>) -> Result<String> {
     let program = std::env::current_exe().context("bench: this program cannot find itself")?;
     let mut command = Command::new(program);
     command.args(std::env::args_os().skip(1)).args(more).stdout(Stdio::piped());
-    command.envs(cache.map(|folder| ("DORMOUSE_CACHE", folder)));
+    // The driver and its compiler keep a cache of their own.
+    let driver = cache.map(|folder| ("CUDA_CACHE_PATH", folder.join("driver")));
+    command.envs(cache.map(|folder| ("DORMOUSE_CACHE", folder.to_owned())).into_iter().chain(driver));
     let child = command.output().context("bench: cannot start a process")?;
     let errors = String::from_utf8_lossy(&child.stderr);
     ensure!(child.status.success(), "bench: a process ended with {}: {}", child.status, errors.trim());
@@ -188,16 +194,21 @@ fn measure(config: &Config, steps: u64, build: Build) -> Result<Measured> {
     let mut batches = data.prefetch(config, 0..steps + DEVICE_STEPS)?;
     let (mut times, mut first_ms) = (Vec::new(), 0.0);
     let mut from = Counts::default();
+    let mut block = Instant::now();
     for step in 0..steps {
         if step == COLD_STEPS {
+            learner.drain()?;
             from = Counts::of(&*learner);
+            block = Instant::now();
         }
         let took = one_step(&mut *learner, config, &mut batches)?;
         if step == 0 {
             first_ms = took;
         }
-        if step >= COLD_STEPS {
-            times.push(took);
+        if step >= COLD_STEPS && (step + 1).is_multiple_of(BLOCK_STEPS) {
+            learner.drain()?;
+            times.push(1e3 * block.elapsed().as_secs_f64() / BLOCK_STEPS as f64);
+            block = Instant::now();
         }
     }
     let to = Counts::of(&*learner);

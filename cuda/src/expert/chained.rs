@@ -11,7 +11,7 @@
 //! | `expert::pack` | pack | a of up, b of down | a s and b s, packed |
 //! | `expert::tokens` | chain | these and the packed V and U once a cube | b s of up `[N, E, R]`, parts of both ds |
 //! | `expert::du` | product | b s of up, `[D, E, R]` of U of up, plus | du |
-//! | `expert::p` | product | u, b s of up | dU of up, `[D, E, R]` |
+//! | `expert::p` | product | u, b s of up | parts of dU of up, `[parts, D, E, R]` |
 //! | `expert::hidden` | chain | the packed V and U, a s and b s once a cube | parts of dV of up and dU of down |
 //! | `expert::q` | product | dy, a s of down | parts of dV of down |
 //! | `expert::dparams` | pack | these and the parts | the gradients of both maps, added |
@@ -42,10 +42,9 @@ const WIDEST: usize = 64;
 /// Parts that the tokens are cut into for the gradients of V and U, so that there are more cubes.
 const PARTS: usize = 4;
 
-/// Parts that the tokens are cut into for dV of down, where they are so many times some: one sum over all tokens for each
-/// of E times D R / 64^2 tiles would leave most of a GPU idle. dU of up is one product for all experts, which the library
-/// cuts as it wants.
-const PARTS_OF_DV: usize = 8;
+/// Parts that the tokens are cut into for dU of up and dV of down, where they are so many times some: one sum over all
+/// tokens for each of E D R / 64^2 tiles would leave most of a GPU idle. dU of up is one product for all experts.
+const PARTS_OF_OUTER: usize = 8;
 
 /// What forward keeps of the maps.
 pub(super) struct Saved {
@@ -183,18 +182,17 @@ pub(super) fn backward<R: Engine>(b: &Device<R>, call: &Backward<'_>, kept: &Sav
         precision,
     };
     product(b, Arm::Fused, &for_u)?;
-    let p = b.float_scratch(&[width, experts, rank])?;
-    let short = matrix(&up_bs, terms).plain();
-    let all = [width, if mutant == 17 { rows.saturating_sub(1) } else { rows }, terms];
+    let parts = if rows.is_multiple_of(PARTS_OF_OUTER) { PARTS_OF_OUTER } else { 1 };
+    let each = rows / parts;
+    let p_parts = b.float_scratch(&[parts, width, experts, rank])?;
+    let (rows_of_u, short) = (stack(u, each, width).transposed(), stack(&up_bs, each, terms).plain());
     let for_p = Product {
-        batch: 1,
-        ..batch("expert::p", &sizes, all, matrix(u, width).transposed(), short, matrix(&p, terms))
+        batch: parts,
+        ..batch("expert::p", &sizes, [width, each, terms], rows_of_u, short, stack(&p_parts, width, terms))
     };
     product(b, Arm::Fused, &for_p)?;
 
     let [dv_parts, du_parts] = through_hidden(b, call, kept, &short_rows)?;
-    let parts = if rows.is_multiple_of(PARTS_OF_DV) { PARTS_OF_DV } else { 1 };
-    let each = rows / parts;
     let q_parts = b.float_scratch(&[experts, parts, width, rank])?;
     let (grad, short) = (stack(dy, each, width).transposed(), stack(&kept.down_as, each, rank).plain());
     let for_q = Product {
@@ -202,7 +200,7 @@ pub(super) fn backward<R: Engine>(b: &Device<R>, call: &Backward<'_>, kept: &Sav
         ..batch("expert::q", &sizes, [width, each, rank], grad, short, stack(&q_parts, width, rank))
     };
     product(b, Arm::Fused, &for_q)?;
-    let sums = Parts { dv: &dv_parts, du: &du_parts, p: &p, q: &q_parts, ds: &ds_parts };
+    let sums = Parts { dv: &dv_parts, du: &du_parts, p: &p_parts, q: &q_parts, ds: &ds_parts };
     finish(b, &sums, [&up_into, &down_into])
 }
 

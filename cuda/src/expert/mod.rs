@@ -31,7 +31,7 @@ use crate::tensor::Tensor;
 const STEM: &str = "expert";
 
 /// Numbered from 1: the first seven in the kernels of [`factors`], then those here; 15 in [`factors::format`]. The last two
-/// leave the last token out of p or q, or the last part of q.
+/// leave out the last token or the last part of the tokens.
 pub(crate) const MUTANTS: &[Mutant] = &[
     Mutant::fused("forward-without-s"),
     Mutant::fused("dx-without-s"),

@@ -191,12 +191,12 @@ pub(super) fn pack<R: Engine>(
 
 /// The gradients of both maps += the parts of their sums. One unit, one element.
 ///
-/// Mutants: 7 is null (a renamed local), 18 leaves out the last part of dV of down.
+/// Mutants: 7 is null (a renamed local), 17 leaves out the last part of dU of up, 18 that of dV of down.
 #[cube(launch_unchecked)]
 fn finish_kernel(
     dv_parts: &Floats,
     du_parts: &Floats,
-    p: &Floats,
+    p_parts: &Floats,
     q_parts: &Floats,
     ds_parts: &Floats,
     up_dv: &mut Floats,
@@ -210,7 +210,7 @@ fn finish_kernel(
     experts: u32,
     rank: u32,
     parts: u32,
-    q_count: u32,
+    outer_parts: u32,
     tiles: u32,
     #[comptime] mutant: u32,
 ) {
@@ -238,12 +238,20 @@ fn finish_kernel(
         // From [D, E, R] to [E, D, R].
         let of_expert = outer / experts as usize;
         let (e, row, r) = (i / of_expert, i % of_expert / rank, i % rank);
-        up_du.set(i, up_du.at(i) + p.at(row * columns + e * rank + r));
+        let from = row * columns + e * rank + r;
+        let mut last = outer_parts as usize;
+        if comptime!(mutant == 17) {
+            last -= 1;
+        }
+        for part in 0..last {
+            sum += p_parts.at(part * outer + from);
+        }
+        up_du.set(i, up_du.at(i) + sum);
     } else if i < 2 * hidden + 2 * outer {
         let i = i - 2 * hidden - outer;
         let of_expert = outer / experts as usize;
-        let from = i / of_expert * q_count as usize * of_expert + i % of_expert;
-        let mut last = q_count as usize;
+        let from = i / of_expert * outer_parts as usize * of_expert + i % of_expert;
+        let mut last = outer_parts as usize;
         if comptime!(mutant == 18) {
             last -= 1;
         }
@@ -270,7 +278,7 @@ pub(super) struct Parts<'a> {
     /// `[parts, E, F, R]`, of V of up and of U of down.
     pub dv: &'a Tensor,
     pub du: &'a Tensor,
-    /// `[D, E, R]`, U of up: one part, turned.
+    /// `[parts, D, E, R]`, of U of up, turned.
     pub p: &'a Tensor,
     /// `[E, parts, D, R]`, of V of down.
     pub q: &'a Tensor,
@@ -292,13 +300,33 @@ pub(super) fn finish<R: Engine>(b: &Device<R>, of: &Parts<'_>, [up, down]: [&Fac
         let [dv, du, p, q, ds] = read.map(|t| b.floats(t));
         let [up_dv, down_du, up_du, down_dv, up_ds, down_ds] = into.map(|t| b.floats(t));
         let counts = [of.dv.len() / hidden, of.q.len() / outer, of.ds.len() / (2 * columns)];
-        let [parts, q_count, tiles] = counts.map(|n| n as u32);
+        let [parts, outer_parts, tiles] = counts.map(|n| n as u32);
         let [hidden, outer, experts, rank] = [hidden, outer, experts, rank].map(|n| n as u32);
         // SAFETY: the parts are whole multiples of the gradients, which have the lengths that go along.
         unsafe {
             finish_kernel::launch_unchecked::<R>(
-                client, count, dim, dv, du, p, q, ds, up_dv, down_du, up_du, down_dv, up_ds, down_ds, hidden, outer,
-                experts, rank, parts, q_count, tiles, mutant,
+                client,
+                count,
+                dim,
+                dv,
+                du,
+                p,
+                q,
+                ds,
+                up_dv,
+                down_du,
+                up_du,
+                down_dv,
+                up_ds,
+                down_ds,
+                hidden,
+                outer,
+                experts,
+                rank,
+                parts,
+                outer_parts,
+                tiles,
+                mutant,
             )
         }
     })
