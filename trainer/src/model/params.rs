@@ -202,7 +202,7 @@ impl Table {
         table.grouped(config.optimizer.rule)
     }
 
-    /// The same table with the parameters of the JEPA objective behind the others of their kind (see [`Table::placed`]).
+    /// The same table with the parameters of the JEPA objective behind the others of their kind.
     /// All others keep their initial values.
     #[must_use]
     pub fn with_jepa(mut self, width: usize) -> Self {
