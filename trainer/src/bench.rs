@@ -197,7 +197,7 @@ fn measure(config: &Config, steps: u64, build: Build) -> Result<Measured> {
     let mut block = Instant::now();
     for step in 0..steps {
         if step == COLD_STEPS {
-            learner.drain()?;
+            drain(&mut *learner, step)?;
             from = Counts::of(&*learner);
             block = Instant::now();
         }
@@ -206,7 +206,7 @@ fn measure(config: &Config, steps: u64, build: Build) -> Result<Measured> {
             first_ms = took;
         }
         if step >= COLD_STEPS && (step + 1).is_multiple_of(BLOCK_STEPS) {
-            learner.drain()?;
+            drain(&mut *learner, step + 1)?;
             times.push(1e3 * block.elapsed().as_secs_f64() / BLOCK_STEPS as f64);
             block = Instant::now();
         }
@@ -237,7 +237,7 @@ fn measure(config: &Config, steps: u64, build: Build) -> Result<Measured> {
             format!("{}{source}", config.jepa.mode.word())
         }),
         graph: learner.witness().is_some_and(|witness| witness.captures() > 0),
-        step_to: steps,
+        step_to: steps - (steps - COLD_STEPS) % BLOCK_STEPS,
         first_ms,
         ms_median: quantile(0.5),
         ms_iqr: quantile(0.75) - quantile(0.25),
@@ -265,10 +265,16 @@ fn one_step(learner: &mut dyn Learner, config: &Config, batches: &mut Prefetch) 
     let step = batch.step;
     learner.step(&batch, config.schedule().lr_at(step, config.train.total_steps.max(step + 1)))?;
     if (step + 1).is_multiple_of(config.log.every_steps) {
-        let records = learner.drain()?;
-        ensure!(records.iter().all(|record| record.applied), "bench: a step before {} was skipped", step + 1);
+        drain(learner, step + 1)?;
     }
     Ok(1e3 * start.elapsed().as_secs_f64())
+}
+
+/// Waits for the steps before `end`, none of which may have been skipped.
+fn drain(learner: &mut dyn Learner, end: u64) -> Result<()> {
+    let records = learner.drain()?;
+    ensure!(records.iter().all(|record| record.applied), "bench: a step before {end} was skipped");
+    Ok(())
 }
 
 /// Milliseconds of a step in which the device works.

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread::JoinHandle;
 
-use anyhow::Context;
+use anyhow::{Context, ensure};
 
 use super::{Header, Reader, Record, Result, check_length};
 
@@ -56,7 +56,8 @@ impl Worker {
 
     /// Ends the thread, unless it has panicked, with its reader.
     fn stop(self) -> Option<Reader> {
-        // Without its receiver the thread's next send fails, so the join waits for one record at most.
+        // Without its receiver the thread's next send fails, so the join waits for one record at most: the first one with
+        // all that lies before it in the file.
         drop(self.records);
         self.thread.join().ok()
     }
@@ -119,6 +120,7 @@ impl Ahead {
             Some(reader) => reader,
             None => Reader::open(&self.path)?,
         };
+        ensure!(reader.header == self.header, "jepa-targets: `{}` was replaced while it was read", self.path.display());
         Worker::start(reader, step).context("jepa-targets: cannot start the worker that reads")
     }
 }
