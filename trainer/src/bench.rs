@@ -201,9 +201,9 @@ fn measure(config: &Config, steps: u64, build: Build) -> Result<Measured> {
             from = Counts::of(&*learner);
             block = Instant::now();
         }
-        let took = one_step(&mut *learner, config, &mut batches)?;
+        one_step(&mut *learner, config, &mut batches)?;
         if step == 0 {
-            first_ms = took;
+            first_ms = 1e3 * block.elapsed().as_secs_f64();
         }
         if step >= COLD_STEPS && (step + 1).is_multiple_of(BLOCK_STEPS) {
             drain(&mut *learner, step + 1)?;
@@ -257,17 +257,15 @@ fn measure(config: &Config, steps: u64, build: Build) -> Result<Measured> {
     })
 }
 
-/// One step as a run takes it, from the wait for its batch to the launch; milliseconds. The host is never far ahead of the
-/// device, so in the long run a step takes as long as the slower of the two.
-fn one_step(learner: &mut dyn Learner, config: &Config, batches: &mut Prefetch) -> Result<f64> {
-    let start = Instant::now();
+/// One step as a run takes it, from the wait for its batch to the launch, and to the records where they are read.
+fn one_step(learner: &mut dyn Learner, config: &Config, batches: &mut Prefetch) -> Result<()> {
     let batch = batches.next_batch()?;
     let step = batch.step;
     learner.step(&batch, config.schedule().lr_at(step, config.train.total_steps.max(step + 1)))?;
     if (step + 1).is_multiple_of(config.log.every_steps) {
         drain(learner, step + 1)?;
     }
-    Ok(1e3 * start.elapsed().as_secs_f64())
+    Ok(())
 }
 
 /// Waits for the steps before `end`, none of which may have been skipped.

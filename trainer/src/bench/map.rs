@@ -263,11 +263,12 @@ fn page(base: &Measured, spread: f64, first_ms: [f64; 2], effects: &[Effect<'_>]
     let nodes = base.nodes.unwrap_or(0.0);
     let _ = writeln!(
         text,
-        "- the step: {:.3} ms (median of steps {} to {} by ten, interquartile range {:.3}), {nodes:.0} nodes at {price:.2} us; processes of \
-         the same step differ by up to {spread:.3} ms, and less than that is no effect",
+        "- the step: {:.3} ms (median of steps {} to {} by {}, interquartile range {:.3}), {nodes:.0} nodes at \
+         {price:.2} us; processes of the same step differ by up to {spread:.3} ms, and less than that is no effect",
         base.ms_median,
         super::COLD_STEPS + 1,
         base.step_to,
+        super::BLOCK_STEPS,
         base.ms_iqr
     );
     text.push_str("\n| lever | switch | nodes, without and with | MB, without and with | nodes removed x price | ms, without and with | gate | verdict |\n");
